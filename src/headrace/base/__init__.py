@@ -1,0 +1,1 @@
+"""Foundations without domain knowledge: registry, errors, units, clock, atomic files."""

@@ -1,0 +1,31 @@
+"""Atomic files and the user's data folder."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Write `data` so that a reader sees the old file or the new one, never a part; safe under concurrent writers."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    raw = data.encode() if isinstance(data, str) else data
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as out:
+            out.write(raw)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def data_dir() -> Path:
+    """The user's data folder: `$HEADRACE_DATA`, else `$XDG_DATA_HOME/headrace`, else `~/.local/share/headrace`."""
+    if explicit := os.environ.get("HEADRACE_DATA"):
+        return Path(explicit)
+    base = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
+    return Path(base) / "headrace"

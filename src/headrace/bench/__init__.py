@@ -1,0 +1,1 @@
+"""Load tests with intervals against any OpenAI-compatible endpoint. Imports no torch."""

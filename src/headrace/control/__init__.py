@@ -1,0 +1,1 @@
+"""The torch-free control plane: requests, blocks, radix prefix tree, scheduler, step plans, messages."""

@@ -1,0 +1,1 @@
+"""Runs step plans: loop, process and executors. Only the torch executor imports torch."""

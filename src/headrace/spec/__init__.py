@@ -1,0 +1,1 @@
+"""Facts and arithmetic: model geometry, precision, hardware, cache layout, accounting. Imports no torch."""
