@@ -1,0 +1,63 @@
+"""The seam between an engine and what computes: a backend loads a model and makes an executor of whole steps.
+
+Backends are files of `headrace.engine.executors`, found by name; each exports `BACKEND`. `auto` takes the first of
+`native`, `torch` that is available for the device and the model and says in the log why others were passed over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from headrace.control.api import MemoryItem
+from headrace.control.step import Executor
+from headrace.spec.cache import CacheLayout
+from headrace.spec.config import EngineConfig
+from headrace.spec.locate import ModelFiles
+from headrace.spec.model import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes that an executor's persistent buffers are made for."""
+
+    num_blocks: int
+    max_num_seqs: int
+    max_model_len: int
+    max_batched_tokens: int
+
+
+class LoadedModel(Protocol):
+    """Weights in memory, no KV pool yet."""
+
+    spec: ModelSpec
+    weights_precision: str
+    kv_precision: str
+
+    def kv_budget_bytes(self, memory_fraction: float, max_num_seqs: int, max_batched_tokens: int) -> int:
+        """Bytes left for the KV pool under `memory_fraction`, after weights and the activation peak; may be negative."""
+        ...
+
+    def executor(self, layout: CacheLayout, limits: Limits) -> Executor:
+        """Allocate the KV pool and the persistent buffers; called once."""
+        ...
+
+    def memory(self) -> tuple[MemoryItem, ...]:
+        """Predicted (from `spec.accounting`) beside real bytes of everything allocated so far; names `weights`, `kv_pool`, …"""
+        ...
+
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know: fast paths in use, fast paths unavailable and why."""
+        ...
+
+
+class Backend(Protocol):
+    """One way to compute. Importing its module must be cheap enough to ask `unavailable`."""
+
+    name: str
+
+    def unavailable(self, files: ModelFiles, config: EngineConfig) -> str | None:
+        """None if it can serve this model on this machine, else the reason in one line."""
+        ...
+
+    def load(self, files: ModelFiles, config: EngineConfig) -> LoadedModel: ...

@@ -1,0 +1,1 @@
+"""Executors of step plans, one backend per file; each exports `BACKEND`."""
