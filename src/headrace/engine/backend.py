@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from headrace.spec.locate import ModelFiles
+
 from headrace.control.api import MemoryItem
 from headrace.control.step import Executor
 from headrace.spec.cache import CacheLayout
 from headrace.spec.config import EngineConfig
-from headrace.spec.locate import ModelFiles
 from headrace.spec.model import ModelSpec
 
 
