@@ -15,6 +15,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     `logprobs`: alternatives reported beside the chosen token (0: only the chosen one; None: nothing). They are those of
     the raw model, before temperature, penalties, bias and filters. `prompt_logprobs`: the same for prompt tokens; such a
     request skips prefix-cache hits, since it needs every prompt position computed.
+    `grammar`: a string made by `headrace.text.grammar` that the output must follow; the executor masks with a
+    `GrammarMatcher`, which also applies `min_tokens` (EOS is held back only while the grammar allows another token).
     """
 
     max_tokens: int
@@ -33,6 +35,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: str | None = None
 
     @property
     def stopping_ids(self) -> frozenset[int]:
