@@ -1,0 +1,23 @@
+"""Facts about this operating-system process."""
+
+from __future__ import annotations
+
+import os
+import time
+
+_IMPORTED_S = time.monotonic()
+
+
+def process_start_s() -> float:
+    """When this process was started, on the CLOCK_MONOTONIC scale, so that interpreter start-up counts.
+
+    Read from /proc (10 ms resolution); where there is no /proc, the time this module was imported.
+    """
+    try:
+        with open("/proc/self/stat", encoding="ascii") as stat:
+            # The second field may hold spaces and parentheses, so count from its end; starttime is field 22.
+            ticks = int(stat.read().rpartition(")")[2].split()[19])
+        booted_to_now_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+        return time.monotonic() - (booted_to_now_s - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError, AttributeError):
+        return _IMPORTED_S
