@@ -3,40 +3,56 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from headrace.base.errors import InvalidInput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """What a user may set for an engine. `None` and `"auto"` are resolved at start and the result is logged.
 
-    `model`: hub id, folder, `.gguf` file or known name. `load_format`: `dummy` draws random weights from the config alone.
-    `memory_fraction`: share of the device's memory (GPU) or of the available host memory (CPU) that weights, activations
-    and KV pool may use together; `kv_bytes` or `num_blocks` set the pool directly and win over it.
-    `max_batched_tokens`: token budget of one step. `overlap`: issue step n+1 before step n has been committed.
+    This is the only list of these options: the command line and `LLM` are made from it, and the text beside each type
+    is its help. A value that can be known to be wrong without a model is refused here (`InvalidInput`).
     """
 
-    model: str
-    revision: str | None = None
-    load_format: Literal["auto", "dummy"] = "auto"
-    backend: str = "auto"
-    device: str = "auto"
-    weights: str = "auto"
-    kv: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_batched_tokens: int | None = None
-    block_tokens: int | None = None
-    memory_fraction: float | None = None
-    kv_bytes: int | None = None
-    num_blocks: int | None = None
-    prefix_cache: bool = True
-    chunked_prefill: bool = True
-    order: str = "fcfs"
-    eviction: str = "lru"
-    overlap: bool = True
-    attention: str = "auto"
-    drafter: str = "none"
-    threads: int | None = None
-    seed: int = 0
-    options: tuple[tuple[str, str], ...] = ()
+    model: Annotated[str, "hub id, folder, .gguf file or known name"]
+    revision: Annotated[str | None, "branch, tag or commit of a hub model"] = None
+    load_format: Annotated[Literal["auto", "dummy"], "dummy draws random weights from the config alone"] = "auto"
+    backend: Annotated[str, "what computes: native, torch, or auto for the first that can"] = "auto"
+    device: Annotated[str, "cpu, cuda, cuda:1, …"] = "auto"
+    weights: Annotated[str, "precision of the weights in memory"] = "auto"
+    kv: Annotated[str, "precision of the KV cache"] = "auto"
+    max_model_len: Annotated[int | None, "longest prompt plus answer, in tokens"] = None
+    max_num_seqs: Annotated[int | None, "most sequences that run together"] = None
+    max_batched_tokens: Annotated[int | None, "token budget of one step"] = None
+    block_tokens: Annotated[int | None, "tokens of one KV block"] = None
+    memory_fraction: Annotated[
+        float | None, "share of the device's (CPU: the available) memory for weights, activations and KV pool together"
+    ] = None
+    kv_bytes: Annotated[int | None, "size of the KV pool in bytes; wins over the memory fraction"] = None
+    num_blocks: Annotated[int | None, "size of the KV pool in blocks; wins over the memory fraction"] = None
+    prefix_cache: Annotated[bool, "reuse the KV of prefixes that were computed before"] = True
+    chunked_prefill: Annotated[bool, "let a long prompt take several steps"] = True
+    order: Annotated[str, "policy that orders waiting requests"] = "fcfs"
+    eviction: Annotated[str, "policy that picks which cached prefix goes first"] = "lru"
+    overlap: Annotated[bool, "issue step n+1 before step n has been committed"] = True
+    attention: Annotated[str, "attention backend"] = "auto"
+    drafter: Annotated[str, "speculative decoding: who proposes tokens"] = "none"
+    threads: Annotated[int | None, "CPU threads of the engine"] = None
+    seed: Annotated[int, "seed of dummy weights and of requests that bring none"] = 0
+    options: Annotated[tuple[tuple[str, str], ...], "NAME=VALUE for the chosen backend, drafter or policy"] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_batched_tokens", "block_tokens", "num_blocks", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidInput(f"{name} must be at least 1, not {value}", field=name)
+        if self.kv_bytes is not None and self.kv_bytes < 0:
+            raise InvalidInput(f"kv_bytes must not be negative, not {self.kv_bytes}", field="kv_bytes")
+        if self.memory_fraction is not None and not 0.0 < self.memory_fraction <= 1.0:
+            raise InvalidInput(
+                f"memory_fraction must be above 0 and at most 1, not {self.memory_fraction}", field="memory_fraction"
+            )
+        if self.kv_bytes is not None and self.num_blocks is not None:
+            raise InvalidInput("kv_bytes and num_blocks both set the pool's size", field="kv_bytes", remedy="give one")
