@@ -25,7 +25,8 @@ class CacheLayout:
 
     Block `b`, slot `s` stores keys and values of the s-th layer of whichever group owns the block:
     `num_kv_heads` x `block_tokens` x (`head_dim` keys + `value_dim` values) of `kv_precision`, plus scales if it has any.
-    `bytes_per_block` is for all `layers_per_group` slots and is what one block really allocates.
+    MLA is one head of `head_dim` = latent + rotary key without values; `index_bytes_per_token` is what a sparse indexer keeps
+    beside it per layer. `bytes_per_block` is for all `layers_per_group` slots and is what one block really allocates.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -36,6 +37,7 @@ class CacheLayout:
     value_dim: int
     kv_precision: str
     bytes_per_block: int
+    index_bytes_per_token: int = 0
 
     @property
     def num_groups(self) -> int:

@@ -118,7 +118,10 @@ class LinearAttention:
 
 @dataclass(frozen=True, slots=True)
 class StateSpace:
-    """Mamba layer. `version` 2: `num_heads` heads of `head_dim`, `groups` shared B/C; `version` 1: `dt_rank` low-rank step."""
+    """Mamba layer. `version` 2: `num_heads` heads of `head_dim`, `groups` shared B/C; `version` 1: `dt_rank` low-rank step.
+
+    `inner_norms`: learned norms on dt, B and C (Jamba).
+    """
 
     version: Literal[1, 2]
     inner: int
@@ -131,6 +134,7 @@ class StateSpace:
     conv_bias: bool = True
     proj_bias: bool = False
     gated_norm: bool = True
+    inner_norms: bool = False
 
 
 @dataclass(frozen=True, slots=True)
