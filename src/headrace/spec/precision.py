@@ -1,0 +1,215 @@
+"""Number formats of weights and of the KV cache, with the exact bytes they take, scales and zero points included.
+
+Weights precision, KV precision and activation precision are three settings; nothing here derives one from another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from headrace.base.errors import InvalidInput
+from headrace.base.units import ceil_div
+from headrace.spec.ggml import GGML_TYPES_BY_NAME
+
+Scaling = Literal["none", "tensor", "row", "group", "tile", "flat", "block"]
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """How a weight tensor `[out, in]` is stored.
+
+    `bits` per element, packed along the input dimension (a row is padded to whole bytes). `scaling` says what shares a
+    scale: the `tensor`, a `row` (output channel), a `group` of `group_size` inputs of one row, a `group_size` x `group_size`
+    `tile`, a run of `group_size` elements of the `flat`tened tensor, or a ggml `block` whose scale is inside `bits`.
+    `scale_bytes` per scale, `zero_bits` per zero point (packed), `scale_group`: scales are themselves quantized in groups of
+    this many with one fp32 each (double quantization), `tensor_bytes`: constant per tensor.
+    """
+
+    name: str
+    bits: float
+    kind: Literal["float", "int", "codebook"]
+    scaling: Scaling = "none"
+    group_size: int = 0
+    scale_bytes: float = 0
+    zero_bits: int = 0
+    scale_group: int = 0
+    tensor_bytes: int = 0
+
+    @property
+    def quantized(self) -> bool:
+        """Whether values were rounded to scales; plain floats, also 8-bit ones without a scale, are not."""
+        return self.scaling != "none"
+
+    def nbytes(self, shape: Sequence[int]) -> int:
+        """Exact bytes of a tensor of `shape`, whose last dimension is the input; leading ones are folded into rows.
+
+        InvalidInput if a ggml block does not divide the last dimension.
+        """
+        if not shape:
+            shape = (1,)
+        cols = shape[-1]
+        rows = prod(shape[:-1])
+        if self.scaling == "block":
+            if cols % self.group_size:
+                raise InvalidInput(
+                    f"{self.name} needs rows of a multiple of {self.group_size} elements, got {cols}", field="precision"
+                )
+            return round(rows * cols * self.bits) // 8
+        payload = (
+            ceil_div(rows * cols * int(self.bits), 8)
+            if self.scaling == "flat"
+            else rows * ceil_div(cols * int(self.bits), 8)
+        )
+        scales = self._scales(rows, cols)
+        zeros = ceil_div(scales * self.zero_bits, 8)
+        total = payload + int(scales * self.scale_bytes) + zeros + (self.tensor_bytes if rows * cols else 0)
+        if self.scale_group:
+            total += ceil_div(scales, self.scale_group) * 4
+        return total
+
+    def _scales(self, rows: int, cols: int) -> int:
+        match self.scaling:
+            case "none" | "block":
+                return 0
+            case "tensor":
+                return 1
+            case "row":
+                return rows
+            case "group":
+                return rows * ceil_div(cols, self.group_size)
+            case "tile":
+                return ceil_div(rows, self.group_size) * ceil_div(cols, self.group_size)
+            case "flat":
+                return ceil_div(rows * cols, self.group_size)
+
+
+def _int_groups() -> list[Precision]:
+    rows = []
+    for bits in (4, 8):
+        for size in (32, 64, 128):
+            rows.append(Precision(f"int{bits}_g{size}", bits, "int", "group", size, scale_bytes=2))
+            rows.append(Precision(f"int{bits}_g{size}_asym", bits, "int", "group", size, scale_bytes=2, zero_bits=bits))
+    return rows
+
+
+PRECISIONS: dict[str, Precision] = {
+    p.name: p
+    for p in (
+        Precision("fp32", 32, "float"),
+        Precision("fp16", 16, "float"),
+        Precision("bf16", 16, "float"),
+        Precision("fp8_e4m3", 8, "float", "tensor", scale_bytes=4),
+        Precision("fp8_channel", 8, "float", "row", scale_bytes=4),
+        Precision("fp8_block128", 8, "float", "tile", 128, scale_bytes=4),
+        Precision("int8", 8, "int", "row", scale_bytes=4),
+        Precision("int4", 4, "int", "row", scale_bytes=4),
+        *_int_groups(),
+        Precision("nf4", 4, "codebook", "flat", 64, scale_bytes=1, scale_group=256, tensor_bytes=4),
+        Precision("nf4_single", 4, "codebook", "flat", 64, scale_bytes=4),
+        Precision("mxfp4", 4, "float", "group", 32, scale_bytes=1),
+        Precision("nvfp4", 4, "float", "group", 16, scale_bytes=1, tensor_bytes=4),
+        *(
+            Precision(t.name, t.bits_per_element, "int", "block", t.block_elements)
+            for t in GGML_TYPES_BY_NAME.values()
+            if t.block_elements > 1 and t.name not in ("mxfp4", "nvfp4")
+        ),
+    )
+}
+
+ALIASES: dict[str, str] = {
+    "float32": "fp32",
+    "f32": "fp32",
+    "float": "fp32",
+    "float16": "fp16",
+    "f16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "fp8": "fp8_e4m3",
+    "f8": "fp8_e4m3",
+    "float8_e4m3fn": "fp8_e4m3",
+    "fp8_per_tensor": "fp8_e4m3",
+    "fp8_per_channel": "fp8_channel",
+    "fp8_dynamic": "fp8_channel",
+    "fp8_block": "fp8_block128",
+    "w8a8": "int8",
+    "w8a16": "int8",
+    "int8_channel": "int8",
+    "int4_channel": "int4",
+    "int4_sym": "int4_g128",
+    "int4_asym": "int4_g128_asym",
+    "w4a16": "int4_g128",
+    "gptq": "int4_g128",
+    "awq": "int4_g128_asym",
+    "nf4_double": "nf4",
+    "fp4": "nvfp4",
+}
+
+
+def precision(name: str) -> Precision:
+    """The weight format called `name` (case, `-` and `_` do not matter, common aliases are known); InvalidInput lists all."""
+    key = name.strip().lower().replace("-", "_").removeprefix("torch.")
+    found = PRECISIONS.get(ALIASES.get(key, key))
+    if found is None:
+        raise InvalidInput(
+            f"unknown weights precision {name!r}", field="precision", remedy="choose one of: " + ", ".join(PRECISIONS)
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class KVPrecision:
+    """How keys and values are cached: one head's vector of one token is `bits` per element plus `head_bytes` of scales.
+
+    `fp8` has one scale per tensor, outside the cache. `int8` keeps an fp16 scale, `int4` an fp16 scale and an fp16 minimum,
+    per token and head. MLA latents count as one head.
+    """
+
+    name: str
+    bits: int
+    head_bytes: int = 0
+
+    def vector_bytes(self, dim: int) -> int:
+        """Bytes of one head's vector of `dim` elements; 0 for a vector that is not stored."""
+        return 0 if dim == 0 else ceil_div(dim * self.bits, 8) + self.head_bytes
+
+
+KV_PRECISIONS: dict[str, KVPrecision] = {
+    p.name: p
+    for p in (
+        KVPrecision("fp32", 32),
+        KVPrecision("fp16", 16),
+        KVPrecision("bf16", 16),
+        KVPrecision("fp8", 8),
+        KVPrecision("int8", 8, head_bytes=2),
+        KVPrecision("int4", 4, head_bytes=4),
+    )
+}
+
+KV_ALIASES: dict[str, str] = {
+    "float32": "fp32",
+    "f32": "fp32",
+    "float": "fp32",
+    "float16": "fp16",
+    "f16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "fp8_e4m3": "fp8",
+    "fp8_e5m2": "fp8",
+    "float8_e4m3fn": "fp8",
+    "q8": "int8",
+    "q4": "int4",
+}
+
+
+def kv_precision(name: str) -> KVPrecision:
+    """The KV-cache format called `name`; InvalidInput lists all. `auto` must be resolved by the caller."""
+    key = name.strip().lower().replace("-", "_").removeprefix("torch.")
+    found = KV_PRECISIONS.get(KV_ALIASES.get(key, key))
+    if found is None:
+        raise InvalidInput(
+            f"unknown KV precision {name!r}", field="kv_precision", remedy="choose one of: " + ", ".join(KV_PRECISIONS)
+        )
+    return found
