@@ -34,7 +34,7 @@ class EngineConfig:
     num_blocks: Annotated[int | None, "size of the KV pool in blocks; wins over the memory fraction"] = None
     prefix_cache: Annotated[bool, "reuse the KV of prefixes that were computed before"] = True
     chunked_prefill: Annotated[bool, "let a long prompt take several steps"] = True
-    order: Annotated[str, "policy that orders waiting requests"] = "fcfs"
+    order: Annotated[str, "policy that orders waiting requests"] = "priority"
     eviction: Annotated[str, "policy that picks which cached prefix goes first"] = "lru"
     overlap: Annotated[bool, "issue step n+1 before step n has been committed"] = True
     attention: Annotated[str, "attention backend"] = "auto"
