@@ -1,1 +1,5 @@
-"""Text to tokens and back: tokenizer, chat template, incremental detokenizer, stop matching. Imports no torch."""
+"""Text on both sides of the engine, without torch: tokenizer, chat template, detokenizing, stop strings, logprob texts.
+
+The parts are imported from their modules (`text.tokenizer`, `text.template`, `text.stream`, …); importing this package
+loads nothing heavy.
+"""

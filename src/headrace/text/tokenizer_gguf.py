@@ -1,0 +1,245 @@
+"""A tokenizer from the vocabulary in a GGUF header, which has no `tokenizer.json`.
+
+Two kinds are built: `gpt2` (byte-level BPE with its merges; `tokenizer.ggml.pre` names how text is cut first) and
+`llama` or `gemma4` (SentencePiece BPE with byte fallback, whose merges follow from the vocabulary's scores).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from headrace.base.errors import CorruptCheckpoint, UnsupportedModel
+from headrace.text.pretokenizers import byte_level, cut_named
+from headrace.text.tokenizer import Tokenizer
+from headrace.text.tokenizer_folder import put_around
+
+if TYPE_CHECKING:
+    import tokenizers
+
+log = logging.getLogger(__name__)
+
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # llama.cpp's token types
+_ROLES = {
+    "bos": "bos_token",
+    "eos": "eos_token",
+    "unknown": "unk_token",
+    "padding": "pad_token",
+    "seperator": "sep_token",
+}
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<turn|>")
+_GEMMA = {"gemma", "gemma2", "gemma3", "gemma3n"}
+_SPACE = "▁"
+
+
+def build_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
+    """See `Tokenizer.from_gguf`."""
+    vocabulary = _Vocabulary(metadata)
+    match vocabulary.model:
+        case "gpt2":
+            backend = _byte_level_bpe(vocabulary)
+        case "llama" | "gemma4":
+            backend = _sentencepiece_bpe(vocabulary)
+        case other:
+            raise UnsupportedModel(
+                f"vocabulary kind {other!r} is not supported (known: gpt2, llama, gemma4)",
+                field="tokenizer.ggml.model",
+                remedy="use the model's folder with tokenizer.json",
+            )
+    _add_whole_tokens(backend, vocabulary)
+    put_around(
+        backend,
+        vocabulary.roles.get("bos_token") if vocabulary.add_bos else None,
+        vocabulary.roles.get("eos_token") if vocabulary.get("add_eos_token", False) else None,
+    )
+    return Tokenizer(backend, special_tokens=vocabulary.roles, eos_token_ids=vocabulary.eos_token_ids())
+
+
+class _Vocabulary:
+    """The `tokenizer.ggml.*` entries, checked against each other."""
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        self._metadata = metadata
+        self.model = str(self._require("model"))
+        self.architecture = str(metadata.get("general.architecture", ""))
+        self.tokens: list[str] = list(self._require("tokens"))
+        if not self.tokens:
+            raise CorruptCheckpoint("the vocabulary is empty", field="tokenizer.ggml.tokens")
+        self.types = self._per_token("token_type", _NORMAL)
+        self.roles = {role: self.tokens[id_] for name, role in _ROLES.items() if (id_ := self._id(name)) is not None}
+        self.pre = str(self.get("pre", ""))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._metadata.get(f"tokenizer.ggml.{name}", default)
+
+    @property
+    def add_bos(self) -> bool:
+        """BOS as the file says; where it does not, as llama.cpp does for this kind. gemma4's template writes its own
+        BOS, so its flag is not followed."""
+        if self.model == "gemma4":
+            return False
+        default = cut_named(self.pre).bos if self.model == "gpt2" and self.pre else self.model == "llama"
+        return bool(self.get("add_bos_token", default))
+
+    def scores(self) -> list[float]:
+        if self.get("scores") is None:
+            raise CorruptCheckpoint("neither merges nor scores are given", field="tokenizer.ggml.scores")
+        return self._per_token("scores", 0.0)
+
+    def merges(self) -> list[tuple[str, str]] | None:
+        lines: Sequence[str] | None = self.get("merges")
+        if lines is None:
+            return None
+        # A symbol may itself hold a space only at its first character, so the cut is the first space after that.
+        merges = [(line[:cut], line[cut + 1 :]) for line in lines if (cut := line.find(" ", 1)) > 0]
+        if len(merges) != len(lines):
+            raise CorruptCheckpoint("a merge is not two symbols", field="tokenizer.ggml.merges")
+        return merges
+
+    def eos_token_ids(self) -> list[int]:
+        """EOS, then the end-of-turn tokens: those the file names, and the well-known ones that its template writes."""
+        template = str(self._metadata.get("tokenizer.chat_template", ""))
+        controls = {self.tokens[id_]: id_ for id_, kind in enumerate(self.types) if kind in (_CONTROL, _USER_DEFINED)}
+        written = [controls[text] for text in _TURN_ENDS if text in controls and text in template]
+        found = [self._id(name) for name in ("eos", "eot", "eom")]
+        return list(dict.fromkeys([*(id_ for id_ in found if id_ is not None), *written]))
+
+    def _require(self, name: str) -> Any:
+        value = self.get(name)
+        if value is None:
+            raise CorruptCheckpoint(
+                f"the file has no tokenizer.ggml.{name}",
+                field=f"tokenizer.ggml.{name}",
+                remedy="give the tokenizer separately, as a folder with tokenizer.json",
+            )
+        return value
+
+    def _per_token(self, name: str, default: Any) -> list[Any]:
+        values = self.get(name)
+        if values is None:
+            return [default] * len(self.tokens)
+        if len(values) != len(self.tokens):
+            raise CorruptCheckpoint(
+                f"{len(values)} entries for {len(self.tokens)} tokens", field=f"tokenizer.ggml.{name}"
+            )
+        return values if isinstance(values, list) else list(values)
+
+    def _id(self, name: str) -> int | None:
+        id_ = self.get(f"{name}_token_id")
+        if id_ is None:
+            return None
+        if not 0 <= int(id_) < len(self.tokens):
+            raise CorruptCheckpoint(
+                f"id {id_} is outside the vocabulary of {len(self.tokens)}", field=f"tokenizer.ggml.{name}_token_id"
+            )
+        return int(id_)
+
+
+def _byte_level_bpe(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, normalizers
+
+    if not vocabulary.pre:
+        log.warning(
+            "the file names no pre-tokenizer (tokenizer.ggml.pre); GPT-2's is used, which may not be the model's"
+        )
+    cut = cut_named(vocabulary.pre or "default")
+    merges = vocabulary.merges()
+    if merges is None:
+        raise CorruptCheckpoint("the file has no tokenizer.ggml.merges", field="tokenizer.ggml.merges")
+    backend = Backend(_bpe(models.BPE, vocabulary.tokens, merges, ignore_merges=cut.whole_words))
+    if cut.nfc:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = byte_level(cut)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece_bpe(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    gemma = vocabulary.model == "gemma4" or vocabulary.architecture in _GEMMA
+    tokens = vocabulary.tokens
+    if gemma:
+        # Gemma's files write runs of spaces as spaces, its merges as runs of ▁.
+        present = set(tokens)
+        tokens = [
+            respelled if text and not text.strip(" ") and (respelled := _SPACE * len(text)) not in present else text
+            for text in tokens
+        ]
+    merges = vocabulary.merges()
+    if merges is None:
+        # Gemma's scores do not follow its merge order, the order of its vocabulary does.
+        scores = [-float(id_) for id_ in range(len(tokens))] if gemma else vocabulary.scores()
+        merges = implied_merges(tokens, scores, vocabulary.types)
+    backend = Backend(
+        _bpe(
+            models.BPE,
+            tokens,
+            merges,
+            fuse_unk=True,
+            byte_fallback=True,
+            unk_token=vocabulary.roles.get("unk_token"),
+        )
+    )
+    spaces = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if gemma:
+        backend.normalizer = normalizers.Replace(" ", _SPACE)
+        backend.decoder = decoders.Sequence(spaces)
+        return backend
+    prefix = bool(vocabulary.get("add_space_prefix", True))
+    if vocabulary.architecture == "phi3":
+        # Phi-3 puts the space before every stretch of text between special tokens, also one that starts with a space.
+        steps = [*([normalizers.Prepend(_SPACE)] if prefix else []), normalizers.Replace(" ", _SPACE)]
+        backend.normalizer = normalizers.Sequence(steps)
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(
+            replacement=_SPACE, prepend_scheme="first" if prefix else "never", split=False
+        )
+    backend.decoder = decoders.Sequence([*spaces, *([decoders.Strip(content=" ", left=1)] if prefix else [])])
+    return backend
+
+
+def implied_merges(tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
+    """The merge list of a SentencePiece BPE vocabulary: every cut of a piece into two pieces, best score first.
+
+    Among cuts of equal score the longer left part comes first. Only normal pieces take part.
+    """
+    normal = {text for text, kind in zip(tokens, types, strict=True) if kind == _NORMAL}
+    ranked: list[tuple[float, int, int, str, str]] = []
+    for text, score, kind in zip(tokens, scores, types, strict=True):
+        if kind == _NORMAL:
+            for cut in range(1, len(text)):
+                left, right = text[:cut], text[cut:]
+                if left in normal and right in normal:
+                    ranked.append((-score, -cut, cut - len(text), left, right))
+    ranked.sort(key=lambda entry: entry[:3])
+    return [(left, right) for *_, left, right in ranked]
+
+
+def _bpe(model: Any, tokens: list[str], merges: list[tuple[str, str]], **options: Any) -> Any:
+    vocab = dict(zip(tokens, range(len(tokens)), strict=True))
+    if len(vocab) != len(tokens):
+        twice = next(text for id_, text in enumerate(tokens) if vocab[text] != id_)
+        raise CorruptCheckpoint(f"token {twice!r} is listed twice", field="tokenizer.ggml.tokens")
+    try:
+        return model(vocab, merges, **options)
+    except Exception as error:  # the library raises a bare Exception for merges outside the vocabulary
+        raise CorruptCheckpoint(f"the vocabulary is inconsistent: {error}", field="tokenizer.ggml.merges") from None
+
+
+def _add_whole_tokens(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
+    """Control and user-defined tokens are found whole in a text, before any cutting."""
+    from tokenizers import AddedToken
+
+    specials = [AddedToken(t, normalized=False, special=True) for t in _texts(vocabulary, _CONTROL)]
+    named = [AddedToken(t, normalized=False, special=True) for t in vocabulary.roles.values()]
+    backend.add_special_tokens(specials + named)
+    plain = [t for t in _texts(vocabulary, _USER_DEFINED) if backend.token_to_id(t) is not None]
+    backend.add_tokens([AddedToken(t, normalized=False, special=False) for t in plain])
+
+
+def _texts(vocabulary: _Vocabulary, wanted: int) -> list[str]:
+    return [text for text, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == wanted and text]
