@@ -202,7 +202,8 @@ class ModelSpec:
     """Everything about a model that does not depend on its weights' values.
 
     `model_type` is Hugging Face's; it selects the engine's model file. `norm_offset`: RMSNorm multiplies by (1 + w) (Gemma).
-    `extra_parameters`: counted parameters outside the standard parts, by name (e.g. per-layer embeddings).
+    `extra_parameters`: counted parameters outside the standard parts, by name (e.g. per-layer embeddings); a name that ends
+    in `_embeddings` is a lookup table, the rest is multiplied by every token.
     `mtp_layers`: multi-token-prediction layers shipped in the checkpoint and needed only for speculation.
     """
 
