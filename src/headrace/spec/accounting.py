@@ -126,6 +126,8 @@ def weights_read_bytes(
             if w.shape == (spec.vocab_size, spec.hidden_size) and spec.tied_embeddings:
                 total += _stored(w, chosen, plain, kept)
             continue
+        if w.part == "extra" and not w.linear:
+            continue
         copies = expected_experts(w.copies, w.active, batch_tokens) if w.copies > 1 else 1
         total += copies * _stored(w, chosen, plain, kept)
     return total

@@ -104,8 +104,9 @@ def weights(spec: ModelSpec, *, mtp: bool = True) -> Iterator[Weight]:
         yield Weight("lm_head", "lm_head", -1, (vocab, hidden), linear=True)
     if spec.lm_head_bias:
         yield Weight("lm_head", "lm_head", -1, (vocab,), linear=False)
-    for _, count in spec.extra_parameters:
-        yield Weight("extra", "extra", -1, (count,), linear=False)
+    for name, count in spec.extra_parameters:
+        # Tables are looked up; whatever else a model adds is applied to every token.
+        yield Weight("extra", "extra", -1, (count,), linear=not name.endswith("_embeddings"))
     if mtp:
         for layer in spec.mtp_layers:
             for s in _mtp(spec, layer):

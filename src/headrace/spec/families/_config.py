@@ -133,3 +133,7 @@ class Config:
         """The same config where absent keys have the values of `defaults`."""
         present = {key: value for key, value in self.raw.items() if value is not None}
         return Config({**defaults, **present}, self.name)
+
+    def without(self, *keys: str) -> Config:
+        """The same config without some keys."""
+        return Config({key: value for key, value in self.raw.items() if key not in keys}, self.name)
