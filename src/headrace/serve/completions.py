@@ -1,0 +1,212 @@
+"""`POST /v1/completions`: continue prompts given as text or as token ids."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+
+from headrace.control.step import TokenLogprobs
+from headrace.serve.admission import check_ids
+from headrace.serve.errors import bad_field
+from headrace.serve.exchange import Answer, Call, EventStream, json_response
+from headrace.serve.front import Batch, Front, JsonDict
+from headrace.serve.generation import Ending, Piece, interleaved
+from headrace.serve.logprobs import CompletionLogprobs, joined_logprobs, prompt_logprobs
+from headrace.serve.protocol.completions import CompletionRequest
+from headrace.serve.protocol.strict import parse
+from headrace.serve.structured import answer_grammar
+from headrace.text.stream import OutputText
+
+DEFAULT_MAX_TOKENS = 16
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One prompt: its ids, and each token's text for an echo (empty when none is wanted)."""
+
+    ids: tuple[int, ...]
+    echo: tuple[str, ...] = ()
+
+
+class Completions:
+    """Answers completion requests."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+
+    async def __call__(self, call: Call) -> Answer:
+        front = self._front
+        request = parse(CompletionRequest, call.body)
+        model = front.check_model(request.model)
+        front.check(request)
+        n = request.n or 1
+        if request.best_of is not None and request.best_of != n:
+            raise bad_field(
+                "best_of", f"best_of is {request.best_of} and n is {n}; only best_of equal to n is offered."
+            )
+        given = _as_list(request)
+        call.held.enter_context(front.gate.admit(len(given) * n, "prompt" if len(given) > 1 else "n"))
+        prompts = await self._prompts(request, given)
+        grammar = None
+        if request.structured_outputs is not None:
+            grammar = await front.threads.run(answer_grammar, request)
+        asked = [] if request.prompt_logprobs is None else [request.prompt_logprobs]
+        if request.echo and request.logprobs is not None:
+            asked.append(request.logprobs)
+        batch = front.batch(
+            call,
+            request,
+            f"cmpl-{secrets.token_hex(16)}",
+            model,
+            [prompt.ids for prompt in prompts],
+            prompt_param="prompt" if _is_single(request) else lambda i: f"prompt[{i}]",
+            max_tokens=DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens,
+            logprobs=request.logprobs,
+            prompt_logprobs=max(asked, default=None),
+            grammar=grammar,
+            continuation=True,
+        )
+        writers = [_ChoiceWriter(front, request, i, prompts[i // n]) for i in range(len(batch.runs))]
+        events = _events(front, batch, writers, request)
+        if request.stream:
+            return EventStream(events)
+        parts: list[list[JsonDict]] = [[] for _ in writers]
+        last: JsonDict = {}
+        async for chunk in events:
+            last = chunk
+            for choice in chunk["choices"]:
+                parts[choice["index"]].append(choice)
+        body = _head(batch)
+        body["choices"] = [_joined(choices) for choices in parts]
+        endings = [writer.ending for writer in writers if writer.ending is not None]
+        body["usage"] = batch.usage(endings)
+        if "explain" in last:
+            body["explain"] = last["explain"]
+        return json_response(body)
+
+    async def _prompts(self, request: CompletionRequest, given: Sequence[str | list[int]]) -> list[Prompt]:
+        front = self._front
+        texts = [item for item in given if isinstance(item, str)]
+        encoded = iter(await front.threads.run(front.tokenizer.encode_batch, texts) if texts else ())
+        prompts: list[Prompt] = []
+        for i, item in enumerate(given):
+            if isinstance(item, str):
+                ids = tuple(next(encoded))
+                if not ids:
+                    raise bad_field("prompt", "The prompt has no tokens.")
+            else:
+                ids = tuple(item)
+                check_ids(ids, front.engine.info.vocab_size, "prompt" if _is_single(request) else f"prompt[{i}]")
+            echo: tuple[str, ...] = ()
+            if request.echo and len(ids) < front.engine.info.max_model_len:  # longer ones are refused below
+                added = (
+                    isinstance(item, str)
+                    and ids[0] == front.tokenizer.bos_token_id
+                    and not item.startswith(front.tokenizer.special_tokens.get("bos_token", "\0"))
+                )
+                echo = await front.threads.run(self._token_texts, ids, added)
+            prompts.append(Prompt(ids, echo))
+        return prompts
+
+    def _token_texts(self, ids: tuple[int, ...], added_bos: bool) -> tuple[str, ...]:
+        """Each token's share of the prompt's text; a BOS that the tokenizer added by itself has none."""
+        text: OutputText[None] = OutputText(self._front.tokenizer, skip_special=False, continuation=False)
+        shown = ids[1:] if added_bos else ids
+        tokens = text.push(shown).tokens + text.finish().tokens
+        return ("",) * added_bos + tuple(token.text for token in tokens)
+
+
+def _as_list(request: CompletionRequest) -> list[str | list[int]]:
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt[0], int):
+        return [[item for item in prompt if isinstance(item, int)]]
+    return [item for item in prompt if not isinstance(item, int)]
+
+
+def _is_single(request: CompletionRequest) -> bool:
+    return isinstance(request.prompt, str) or isinstance(request.prompt[0], int)
+
+
+@dataclass(slots=True)
+class _ChoiceWriter:
+    """Writes the choices of one sequence: its echo before its first piece, then piece by piece."""
+
+    front: Front
+    request: CompletionRequest
+    index: int
+    prompt: Prompt
+    ending: Ending | None = None
+    _begun: bool = False
+    _logprobs: CompletionLogprobs | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        if self.request.logprobs is not None:
+            self._logprobs = CompletionLogprobs(self.front.tokenizer, self.request.logprobs)
+
+    def write(self, piece: Piece) -> JsonDict | None:
+        """The choice for the next chunk; None when there is nothing to tell."""
+        tokens: list[tuple[str, TokenLogprobs | None]] = []
+        extra: JsonDict = {}
+        text = piece.text
+        if not self._begun:
+            self._begun = True
+            if self.request.echo:
+                entries = (None, *piece.prompt_logprobs)
+                shares = self.prompt.echo
+                tokens += list(zip(shares, entries, strict=True)) if self._logprobs is not None else []
+                text = "".join(shares) + text
+            if self.request.prompt_logprobs is not None:
+                extra["prompt_logprobs"] = prompt_logprobs(
+                    piece.prompt_logprobs, self.front.tokenizer, self.request.prompt_logprobs
+                )
+        tokens += [(token.text, token.logprob) for token in piece.tokens]
+        self.ending = piece.ending
+        if not text and not tokens and not extra and piece.ending is None:
+            return None
+        return {
+            "index": self.index,
+            "text": text,
+            "logprobs": None if self._logprobs is None else self._logprobs.take(tokens),
+            "finish_reason": None if piece.ending is None else piece.ending.reason,
+            **extra,
+        }
+
+
+def _head(batch: Batch) -> JsonDict:
+    return {"id": batch.request_id, "object": "text_completion", "created": batch.created, "model": batch.model}
+
+
+async def _events(
+    front: Front, batch: Batch, writers: Sequence[_ChoiceWriter], request: CompletionRequest
+) -> AsyncGenerator[JsonDict]:
+    """The chunks of the answer; `explain` is on the last one."""
+    with_usage = request.stream_options is not None and bool(request.stream_options.include_usage)
+    head = _head(batch)
+    async for piece in interleaved(batch.runs, front.gate, front.config.request_limit_s):
+        choice = writers[piece.index].write(piece)
+        if choice is None:
+            continue
+        chunk = {**head, "choices": [choice]}
+        if with_usage:
+            chunk["usage"] = None
+        elif request.explain and all(writer.ending is not None for writer in writers):
+            chunk["explain"] = batch.explanation([w.ending for w in writers if w.ending is not None])
+        yield chunk
+    if with_usage:
+        endings = [writer.ending for writer in writers if writer.ending is not None]
+        last = {**head, "choices": [], "usage": batch.usage(endings)}
+        if request.explain:
+            last["explain"] = batch.explanation(endings)
+        yield last
+
+
+def _joined(choices: Sequence[JsonDict]) -> JsonDict:
+    """The chunks of one choice as the choice of a whole answer."""
+    whole = {key: value for choice in choices for key, value in choice.items()}
+    whole["text"] = "".join(choice["text"] for choice in choices)
+    if choices[0]["logprobs"] is not None:
+        whole["logprobs"] = joined_logprobs([choice["logprobs"] for choice in choices])
+    return whole

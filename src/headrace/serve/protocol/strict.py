@@ -1,0 +1,105 @@
+"""Strict parsing: a body either is exactly one of our request models or a 400 that names the field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+from headrace.serve.errors import ApiError, bad_field
+
+
+class StrictModel(BaseModel):
+    """No coercion, no unknown fields, no NaN. `UNSUPPORTED` names API fields that we know and refuse, with the reason."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = {}
+
+
+M = TypeVar("M", bound=StrictModel)
+
+
+def parse(model: type[M], body: bytes) -> M:
+    """The request in `body`; raises `ApiError` 400 naming the first field at fault."""
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+    if all(_is_null_of_unsupported(model, detail) for detail in details):
+        # clients send null for features they do not use; the rest of the body is fine
+        fields = {k: v for k, v in json.loads(body).items() if v is not None or k not in model.UNSUPPORTED}
+        return parse(model, json.dumps(fields).encode())
+    raise _as_api_error(model, [d for d in details if not _is_null_of_unsupported(model, d)])
+
+
+def _is_null_of_unsupported(model: type[StrictModel], detail: ErrorDetails) -> bool:
+    return (
+        detail["type"] == "extra_forbidden"
+        and len(detail["loc"]) == 1
+        and detail["loc"][0] in model.UNSUPPORTED
+        and detail["input"] is None
+    )
+
+
+def _as_api_error(model: type[StrictModel], details: Sequence[ErrorDetails]) -> ApiError:
+    detail = _most_telling(details)
+    kind, location = detail["type"], detail["loc"]
+    if kind == "json_invalid":
+        return bad_field(None, f"The body is not valid JSON: {detail['ctx']['error']}", "invalid_json")
+    param = field_path(location)
+    if param is None:
+        return bad_field(None, "The body must be a JSON object.", "invalid_json")
+    if kind == "extra_forbidden":
+        if len(location) == 1 and (reason := model.UNSUPPORTED.get(str(location[0]))):
+            return bad_field(param, f"{param} is not supported: {reason}", "unsupported_parameter")
+        return bad_field(param, f"Unknown field {param}.", "unknown_parameter")
+    if kind == "missing":
+        return bad_field(param, f"{param} is required.", "missing_required_parameter")
+    if kind == "union_tag_invalid":
+        context = detail["ctx"]
+        name = str(context["discriminator"]).strip("'")
+        path = f"{param}.{name}"
+        return bad_field(path, f"{path} is {context['tag']!r}; supported here: {context['expected_tags']}")
+    if kind == "union_tag_not_found":
+        path = f"{param}.{str(detail['ctx']['discriminator']).strip(chr(39))}"
+        return bad_field(path, f"{path} is required.", "missing_required_parameter")
+    code = "invalid_type" if kind.endswith("_type") else "invalid_value"
+    return bad_field(param, f"{param}: {detail['msg'].removeprefix('Value error, ')}.", code)
+
+
+def _most_telling(details: Sequence[ErrorDetails]) -> ErrorDetails:
+    """Of the errors of all branches of a union, the one that got furthest; a wrong value tells more than a wrong type."""
+    first = details[0]["loc"][:1]
+    same_field = [d for d in details if d["loc"][:1] == first]
+    return max(same_field, key=lambda d: (len(field_parts(d["loc"])), not d["type"].endswith("_type")))
+
+
+def field_parts(location: Sequence[str | int]) -> list[str | int]:
+    """A pydantic location without the union branches and tags in it."""
+    parts: list[str | int] = []
+    previous: str | int | None = None
+    for item in location:
+        if isinstance(item, int) or previous is None or not _is_branch(item, previous):
+            parts.append(item)
+        previous = item
+    return parts
+
+
+_TAGS = {"system", "developer", "user", "assistant", "tool", "text", "json_schema", "json_object"}
+
+
+def _is_branch(item: str, previous: str | int) -> bool:
+    # branches are called `list[str]`, `constrained-str`, `str` or by their class; tags follow their discriminated field
+    tagged = item in _TAGS and (isinstance(previous, int) or previous == "response_format")
+    return tagged or not item.isidentifier() or item == "str" or item[:1].isupper()
+
+
+def field_path(location: Sequence[str | int]) -> str | None:
+    """`messages[0].content` for a location, None for the body itself."""
+    path = ""
+    for part in field_parts(location):
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path or None

