@@ -31,10 +31,13 @@ class MemoryPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `logit_bytes_multimodal` the same for models with a vision part. `batched_tokens`/`sequences` are the default step budget
     and sequence limit on [cards below 70 GiB or A100, larger cards]; 0 batched tokens means one whole context per step.
     `outside_gib`: CUDA context, modules and workspaces on one GPU; `comm_gib`: added by communication when there are
-    several. `graphs_gib`: captured graphs; `graphs_inside` whether they come out of the fraction. `state_copies`: fixed-size
+    several. `graphs_gib`: captured graphs, `graphs_gib_full_batch` more
+    for batches of up to 256 sequences (less in proportion for fewer); `graphs_inside` whether they come out of the fraction. `state_copies`: fixed-size
     states that a hybrid model keeps per request; `page_rounding`: attention pages of a hybrid grow to the size of its
-    state, so that one pool serves both. `fragmentation`: factor on activations (the profile saw the allocator's cache).
+    state, so that one pool serves both;
+    `tokens_by_concurrency`: the printed token count is concurrency x longest context, not pages x page size. `fragmentation`: factor on activations (the profile saw the allocator's cache).
     `residual_copies`: copies of the residual stream held beyond those of `accounting.activation_bytes`.
+    `mxfp4_hidden_multiple`: the hidden size that MXFP4 expert matrices are padded to a multiple of.
     """
 
     since: str = "0"
@@ -48,12 +51,15 @@ class MemoryPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     logit_bytes_multimodal: float | None = None
     multimodal_gib: float = 0.0
     residual_copies: int = 0
+    mxfp4_hidden_multiple: int = 1
     outside_gib: float = 0.4
     comm_gib: float = 0.0
     graphs_gib: float = 0.0
+    graphs_gib_full_batch: float = 0.0
     graphs_inside: bool = False
     state_copies: int = 1
     page_rounding: bool = False
+    tokens_by_concurrency: bool = False
     fragmentation: float = 1.0
     reserve_mib: int = 0
     reserve_mib_per_token: float = 0.0

@@ -1,0 +1,297 @@
+"""What is being planned: a model on some GPUs under an engine, with every name resolved and every default filled in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from headrace.base.errors import InvalidInput
+from headrace.base.units import GIB
+from headrace.spec import engine_facts, hardware, models
+from headrace.spec.hf import spec_from_hf
+from headrace.spec.locate import locate
+from headrace.spec.model import Attention, LatentAttention, LinearAttention, ModelSpec
+from headrace.spec.precision import kv_precision, precision
+from headrace.spec.sharding import Layout
+
+
+class Inputs(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a prediction may know about a run, and nothing it is asked to predict.
+
+    Predictions take this and only this, so they cannot read a measured answer. `weights`/`kv`: precisions, "auto" for
+    the checkpoint's and the engine's default. `memory_fraction`, `max_*`: None means the engine's own default.
+    `concurrency`: requests in flight in a closed loop; None means as many as fit (an offline queue).
+    """
+
+    model: str
+    gpu: str
+    n_gpus: int = 1
+    tp: int | None = None
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    engine: str = "vllm"
+    engine_version: str = ""
+    weights: str = "auto"
+    kv: str = "auto"
+    memory_fraction: float | None = None
+    max_model_len: int | None = None
+    max_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
+    block_tokens: int | None = None
+    isl: int | None = None
+    osl: int | None = None
+    concurrency: int | None = None
+    draft_tokens: int = 0
+    acceptance: float = 0.7
+    eager: bool = False
+    chunked_prefill: bool = True
+    prefix_hit_rate: float = 0.0
+    gpu_price_usd_h: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A geometry with what the catalog says about it. `family` is "unknown" outside the catalog."""
+
+    id: str
+    spec: ModelSpec
+    family: str = "unknown"
+    outside_text: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Resolved inputs: objects in place of names. `replicas` is how many instances `n_gpus` GPUs make."""
+
+    inputs: Inputs
+    model: Model
+    gpu: hardware.Gpu
+    engine: str
+    policy: engine_facts.MemoryPolicy
+    layout: Layout
+    replicas: int
+    weights: str
+    part_weights: tuple[tuple[str, str], ...]
+    kv: str
+    fraction: float
+    max_model_len: int
+    max_batched_tokens: int
+    max_num_seqs: int
+    block_tokens: int
+    notes: tuple[str, ...] = ()
+
+
+@cache
+def find_model(name: str) -> Model:
+    """A model by catalog name, hub id, folder, .gguf or config.json; the catalog needs neither disk nor network."""
+    if not Path(name).expanduser().exists():
+        known = models.known(name)
+        if known is not None:
+            return Model(known.id, _spec(known.id), known.family, known.outside_text)
+        if "/" not in name:
+            models.find(name)  # raises with suggestions
+    spec = locate(name).spec()
+    return Model(spec.name or name, spec)
+
+
+@cache
+def _spec(model_id: str) -> ModelSpec:
+    return spec_from_hf(models.catalog()[model_id].config, model_id)
+
+
+def resolve(inputs: Inputs) -> Deployment:
+    """Fill in every default; `InvalidInput` names the field that is wrong and what to give instead."""
+    _check(inputs)
+    model = find_model(inputs.model)
+    gpu = hardware.find(inputs.gpu)
+    engine = engine_facts.find(inputs.engine).id
+    policy = engine_facts.memory_policy(engine, inputs.engine_version)
+    layout, replicas, notes = _layout(inputs)
+    weights, parts = _weights(inputs.weights, model, engine)
+    kv = _kv(inputs.kv, model, weights, policy)
+    _check_divisible(model.spec, layout)
+    large = gpu.memory_bytes >= 70 * GIB and gpu.generation != "ampere"
+    max_model_len = inputs.max_model_len or model.spec.max_context
+    if inputs.isl is not None and inputs.max_model_len is None:
+        max_model_len = max(max_model_len, inputs.isl + (inputs.osl or 0))
+    batched = inputs.max_batched_tokens or policy.batched_tokens[large]
+    if batched == 0 or not inputs.chunked_prefill:
+        batched = max(batched, max_model_len, 2048)
+    elif inputs.max_batched_tokens is None and model.outside_text:
+        batched = max(batched, policy.batched_tokens_multimodal)
+    return Deployment(
+        inputs=inputs,
+        model=model,
+        gpu=gpu,
+        engine=engine,
+        policy=policy,
+        layout=layout,
+        replicas=replicas,
+        weights=weights,
+        part_weights=parts,
+        kv=kv,
+        fraction=_fraction(inputs, policy, gpu, layout, batched, large),
+        max_model_len=max_model_len,
+        max_batched_tokens=batched,
+        max_num_seqs=inputs.max_num_seqs or policy.sequences[large],
+        block_tokens=inputs.block_tokens or policy.block_tokens,
+        notes=tuple(notes),
+    )
+
+
+def _check(inputs: Inputs) -> None:
+    positive = ("n_gpus", "tp", "pp", "dp", "ep", "max_model_len", "max_batched_tokens", "max_num_seqs", "block_tokens")
+    for name in (*positive, "isl", "osl", "concurrency"):
+        value = getattr(inputs, name)
+        if value is not None and value < 1:
+            raise InvalidInput(f"{name} must be at least 1, got {value}", field=name)
+    if inputs.memory_fraction is not None and not 0 < inputs.memory_fraction <= 1:
+        raise InvalidInput(
+            f"memory_fraction must be above 0 and at most 1, got {inputs.memory_fraction}", field="memory_fraction"
+        )
+    if inputs.draft_tokens < 0:
+        raise InvalidInput(f"draft_tokens must not be negative, got {inputs.draft_tokens}", field="draft_tokens")
+    if not 0 <= inputs.acceptance < 1:
+        raise InvalidInput(f"acceptance must be in [0, 1), got {inputs.acceptance}", field="acceptance")
+    if not 0 <= inputs.prefix_hit_rate < 1:
+        raise InvalidInput(f"prefix_hit_rate must be in [0, 1), got {inputs.prefix_hit_rate}", field="prefix_hit_rate")
+
+
+def _layout(inputs: Inputs) -> tuple[Layout, int, list[str]]:
+    """Ranks of one instance and how many instances there are. Without --tp, one instance over all GPUs."""
+    n, pp, dp, ep = inputs.n_gpus, inputs.pp, inputs.dp, inputs.ep
+    tp = inputs.tp if inputs.tp is not None else max(1, n // (pp * dp))
+    layout = Layout(tp, pp, dp, ep)
+    notes: list[str] = []
+    if layout.ranks > n:
+        raise InvalidInput(
+            f"tp {tp} x pp {pp} x dp {dp} with ep {ep} needs {layout.ranks} GPUs, but there are {n}",
+            field="gpus",
+            remedy=f"give --gpus {layout.ranks} or a smaller layout",
+        )
+    if n % layout.ranks:
+        raise InvalidInput(
+            f"{n} GPUs are no multiple of the {layout.ranks} that one instance takes",
+            field="gpus",
+            remedy="change --tp",
+        )
+    replicas = n // layout.ranks
+    if replicas > 1:
+        notes.append(f"{replicas} independent instances of {layout.ranks} GPU(s) each")
+    return layout, replicas, notes
+
+
+def _check_divisible(spec: ModelSpec, layout: Layout) -> None:
+    for layer in spec.layers:
+        mixer = layer.mixer
+        if isinstance(mixer, Attention | LatentAttention) and mixer.num_heads % layout.tp:
+            raise InvalidInput(
+                f"{mixer.num_heads} attention heads cannot be divided over tp {layout.tp}",
+                field="tp",
+                remedy="choose a divisor",
+            )
+    if layout.pp > len(spec.layers):
+        raise InvalidInput(f"pp {layout.pp} exceeds the {len(spec.layers)} layers", field="pp")
+
+
+_WEIGHTS = {
+    "fp8 col": "fp8_channel",
+    "fp8 block": "fp8_block128",
+    "int8 w8a8": "int8",
+    "awq4": "int4_g128_asym",
+    "int4": "int4_g128",
+    "fp4": "nvfp4",
+    "int8 w8a16": "int8",
+    "w4a8": "int4_g128",
+}
+
+
+def _weights(name: str, model: Model, engine: str) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """The weight format, and the formats of parts that published checkpoints of that kind store otherwise."""
+    spec = model.spec
+    bare = re.sub(r"\s*\(.*\)\s*$", "", name.strip().lower())
+    if bare in ("", "auto"):
+        return spec.checkpoint_precision, ()
+    chosen = precision(_WEIGHTS.get(bare, bare)).name
+    if spec.checkpoint_precision == "mxfp4" and bare == "fp4":
+        return "mxfp4", ()
+    if chosen == "fp8_e4m3" and spec.checkpoint_precision == "fp8_block128":
+        chosen = "fp8_block128"
+    if chosen == "nvfp4":
+        if "attn" in name or any(isinstance(layer.mixer, LatentAttention) for layer in spec.layers):
+            # Published FP4 checkpoints of MLA models leave the attention projections in 16 bit …
+            return chosen, (("attention", "bf16"),)
+        if any(isinstance(layer.mixer, LinearAttention) for layer in spec.layers):
+            # … and those of hybrids quantize attention and linear attention to FP8.
+            return chosen, (("attention", "fp8_channel"), ("mixer", "fp8_channel"))
+    return chosen, ()
+
+
+def _kv(name: str, model: Model, weights: str, policy: engine_facts.MemoryPolicy) -> str:
+    bare = re.sub(r"\s*\(.*\)\s*$", "", name.strip().lower())
+    if bare not in ("", "auto"):
+        return kv_precision(bare).name
+    if policy.kv_default == "checkpoint" and weights.startswith(("fp8", "nvfp4", "mxfp4")):
+        return "fp8"
+    return "fp16" if model.spec.checkpoint_precision == "fp16" else "bf16"
+
+
+def _fraction(
+    inputs: Inputs,
+    policy: engine_facts.MemoryPolicy,
+    gpu: hardware.Gpu,
+    layout: Layout,
+    batched: int,
+    large: bool,
+) -> float:
+    if inputs.memory_fraction is not None:
+        return inputs.memory_fraction
+    if policy.fraction:
+        return policy.fraction
+    reserve = policy.reserve_mib + policy.reserve_mib_per_token * max(batched, 2048)
+    reserve += policy.reserve_mib_per_graph_batch * policy.graph_batch[layout.tp >= 4]
+    reserve += layout.tp * layout.pp / 8 * 1024
+    total_mib = gpu.memory_bytes / 2**20
+    if total_mib > 60 * 1024:
+        reserve = max(reserve, policy.reserve_min_mib_large)
+    return max(0.1, round((total_mib - reserve) / total_mib, 3))
+
+
+def with_gpus(inputs: Inputs, gpu: str, n_gpus: int, tp: int) -> Inputs:
+    """The same question on other hardware."""
+    return msgspec.structs.replace(inputs, gpu=gpu, n_gpus=n_gpus, tp=tp)
+
+
+def describe(d: Deployment) -> str:
+    """One line that names the subject."""
+    parts = [f"{d.model.id} ({d.weights}, KV {d.kv})", f"on {d.inputs.n_gpus} x {d.gpu.name}", f"with {d.engine}"]
+    shape = [
+        f"{k}{v}"
+        for k, v in (("tp", d.layout.tp), ("pp", d.layout.pp), ("dp", d.layout.dp), ("ep", d.layout.ep))
+        if v > 1
+    ]
+    return " ".join(parts) + (f" [{' '.join(shape)}]" if shape else "")
+
+
+def known_families(names: Sequence[str]) -> set[str]:
+    """Families of those models that the catalog knows."""
+    return {m.family for m in map(models.known, names) if m is not None}
+
+
+__all__ = [
+    "Deployment",
+    "Inputs",
+    "Model",
+    "describe",
+    "find_model",
+    "known_families",
+    "replace",
+    "resolve",
+    "with_gpus",
+]
