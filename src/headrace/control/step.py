@@ -129,4 +129,9 @@ class Executor(Protocol):
 
     def submit(self, plan: StepPlan) -> StepHandle: ...
 
+    def reset(self) -> None:
+        """After a step raised: wait for what still runs, forget every step in flight and empty every slot. The next plan
+        finds the executor as new (its KV blocks may hold anything)."""
+        ...
+
     def close(self) -> None: ...
