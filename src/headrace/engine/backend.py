@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from headrace.spec.locate import ModelFiles
-
 from headrace.control.api import MemoryItem
 from headrace.control.step import Executor
 from headrace.spec.cache import CacheLayout
 from headrace.spec.config import EngineConfig
+from headrace.spec.locate import ModelFiles
 from headrace.spec.model import ModelSpec
 
 
@@ -29,9 +28,10 @@ class Limits:
 
 
 class LoadedModel(Protocol):
-    """Weights in memory, no KV pool yet."""
+    """Weights in memory, no KV pool yet. `device`: where they are, `cpu` or `cuda:0`."""
 
     spec: ModelSpec
+    device: str
     weights_precision: str
     kv_precision: str
 
