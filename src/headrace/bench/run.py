@@ -1,0 +1,285 @@
+"""One run from settings to summary: probe, warm up, prove headroom, send, sample the server, sum up."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.base.errors import InvalidInput
+from headrace.base.files import write_atomic
+from headrace.bench.arrivals import ArrivalOptions, Closed, Renewal
+from headrace.bench.drive import Share
+from headrace.bench.endpoint import EndpointError, probe
+from headrace.bench.headroom import load_of, most_processes, prove
+from headrace.bench.records import (
+    META_FILE,
+    SAMPLES_FILE,
+    SUMMARY_FILE,
+    Outcome,
+    RecordLog,
+    RequestRecord,
+    read_records,
+    read_samples,
+    write_records,
+)
+from headrace.bench.scrape import Scraper
+from headrace.bench.settings import RunSettings, WriterSettings
+from headrace.bench.summary import summarize
+from headrace.bench.worker import RunMeta, ShareReport, drive_share
+from headrace.bench.workloads import find_workload, workload_options
+
+RECORDS = "records.jsonl"
+
+
+class InvalidRun(Exception):
+    """The run cannot be done or says nothing; the message tells why (exit code 3)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What wants to know how a run goes on: `note` gets a line of text, `record` each ended request."""
+
+    note: Callable[[str], None] = lambda _text: None
+    record: Callable[[RequestRecord], None] = lambda _record: None
+
+
+async def run(
+    settings: RunSettings, out: Path, watch: Watch | None = None, *, headroom: bool = True, natural_length: bool = False
+) -> dict[str, Any]:
+    """Run into the new folder `out` and return the summary that is also written there.
+
+    Raises `InvalidInput` for settings that cannot be, `InvalidRun` when the endpoint does not answer or the client
+    itself would be measured. A summary whose `valid` is false has its reasons in `invalid_because`.
+    """
+    watch = watch or Watch()
+    settings.check()
+    kind = find_workload(settings.workload)
+    workload_options(kind, settings.workload_options)
+    arrivals = settings.arrivals.resolve(has_arrivals=kind.has_arrivals, seed=settings.seed)
+    if (out / META_FILE).exists():
+        raise InvalidInput(
+            f"{out} already holds a run", field="--out", remedy="another folder, or headrace bench resume"
+        )
+    settings, notes = await _resolve(settings, natural_length)
+    for note in notes:
+        watch.note(note)
+    out.mkdir(parents=True, exist_ok=True)
+    meta = RunMeta(settings=settings, created=_now(), host=_host(), notes=list(notes))
+    warm: list[RequestRecord] = []
+    if settings.warmup:
+        watch.note(f"warming up with {settings.warmup} requests")
+        warm = await _warm_up(settings, arrivals.concurrency if isinstance(arrivals, Closed) else settings.warmup)
+        if all(record.outcome is not Outcome.OK for record in warm):
+            raise InvalidRun(f"no warm-up request was answered: {warm[0].outcome}: {warm[0].error}")
+    if headroom:
+        settings = await _check_headroom(settings, warm, meta, watch)
+        meta.settings = settings
+    _write_meta(out, meta)
+    return await _send(out, meta, watch, frozenset(), 0.0)
+
+
+async def resume(out: Path, watch: Watch | None = None) -> dict[str, Any]:
+    """Go on with a run that was interrupted: what is recorded stays, the rest is sent, the clock goes on where it stopped.
+
+    A session that was under way starts again from its first request, since its history is gone.
+    """
+    watch = watch or Watch()
+    if not (out / META_FILE).exists():
+        raise InvalidInput(f"{out} holds no run", field="DIR")
+    meta = msgspec.json.decode((out / META_FILE).read_bytes(), type=RunMeta)
+    if meta.finished:
+        raise InvalidInput(f"the run in {out} has finished", field="DIR")
+    _merge_parts(out)
+    records = read_records(out / RECORDS) if (out / RECORDS).exists() else []
+    already_s = max((record.end_s for record in records), default=0.0)
+    meta.resumed_at_s.append(already_s)
+    watch.note(f"resuming after {len(records)} recorded requests")
+    return await _send(out, meta, watch, frozenset(record.index for record in records), already_s)
+
+
+async def _send(out: Path, meta: RunMeta, watch: Watch, done: frozenset[int], already_s: float) -> dict[str, Any]:
+    settings = meta.settings
+    meta.origin_s = time.monotonic() - already_s + _lead_s(settings)
+    _write_meta(out, meta)
+    with RecordLog(out / SAMPLES_FILE) as samples:
+        endpoint = settings.endpoint
+        scraper = Scraper(endpoint.url, dict(endpoint.headers), samples, meta.origin_s, settings.scrape_period_s)
+        await scraper.start()
+        try:
+            report = await _drive(settings, out, meta.origin_s, watch, done, already_s)
+        finally:
+            await scraper.stop()
+    meta.finished = True
+    _write_meta(out, meta)
+    return sum_up(out, report, engine=scraper.engine)
+
+
+def sum_up(out: Path, report: ShareReport, *, engine: str = "") -> dict[str, Any]:
+    """Compute and write the summary of a finished run's folder."""
+    meta = msgspec.json.decode((out / META_FILE).read_bytes(), type=RunMeta)
+    summary = summarize(meta, report, read_records(out / RECORDS), read_samples(out / SAMPLES_FILE), engine)
+    write_atomic(out / SUMMARY_FILE, msgspec.json.format(msgspec.json.encode(summary), indent=1))
+    return summary
+
+
+async def _drive(
+    settings: RunSettings, out: Path, origin_s: float, watch: Watch, done: frozenset[int], already_s: float
+) -> ShareReport:
+    if settings.processes == 1 or done:
+        with RecordLog(out / RECORDS) as log:
+
+            def keep(record: RequestRecord) -> None:
+                record.segment = 1 if done else 0
+                log.append(record)
+                watch.record(record)
+
+            return await drive_share(settings, origin_s, Share(), keep, done, already_s)
+    parts = range(settings.processes)
+    reports = await asyncio.gather(*(_worker(out, part, settings.processes, origin_s, watch) for part in parts))
+    _merge_parts(out)
+    return ShareReport(
+        sum(report.unsent for report in reports), reports[0].skipped, reports[0].clipped, reports[0].exhausted
+    )
+
+
+async def _worker(out: Path, part: int, of: int, origin_s: float, watch: Watch) -> ShareReport:
+    line = [sys.executable, "-m", "headrace.bench.worker", str(out), str(part), str(of), repr(origin_s)]
+    process = await asyncio.create_subprocess_exec(*line, stdout=asyncio.subprocess.PIPE, limit=2**20)
+    assert process.stdout is not None
+    last = b""
+    placeholder = RequestRecord(index=-1, intended_s=0.0)
+    try:
+        async for text in process.stdout:
+            if text.strip() == b"R":
+                watch.record(placeholder)
+            else:
+                last = text
+        if await process.wait():
+            raise InvalidRun(f"client process {part} ended with code {process.returncode}")
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return msgspec.json.decode(last, type=ShareReport)
+
+
+def _merge_parts(out: Path) -> None:
+    parts = sorted(out.glob("records.[0-9]*.jsonl"))
+    if not parts:
+        return
+    records = [record for part in parts for record in read_records(part)]
+    with RecordLog(out / RECORDS) as log:
+        for record in sorted(records, key=lambda record: record.index):
+            log.append(record)
+    for part in parts:
+        part.unlink()
+
+
+async def _resolve(settings: RunSettings, natural_length: bool) -> tuple[RunSettings, tuple[str, ...]]:
+    """Fill in what only the endpoint knows."""
+    given = settings.prompt_writer() if settings.writer.tokenizer else None
+    try:
+        found = await probe(settings.endpoint, natural_length=natural_length)
+    except EndpointError as error:
+        raise InvalidRun(str(error)) from None
+    writer = WriterSettings(
+        tokens_per_word=1.0 if given else found.writer.tokens_per_word,
+        template_tokens=found.writer.template_tokens,
+        message_tokens=found.writer.message_tokens,
+        source=f"tokenizer {settings.writer.tokenizer}" if given else found.writer.source,
+        tokenizer=settings.writer.tokenizer,
+    )
+    max_context = settings.max_context or found.max_context
+    notes = (
+        found.notes if max_context else (*found.notes, "context length unknown: no request is left out (--max-context)")
+    )
+    return msgspec.structs.replace(settings, endpoint=found.endpoint, writer=writer, max_context=max_context), notes
+
+
+async def _warm_up(settings: RunSettings, concurrency: int) -> list[RequestRecord]:
+    records: list[RequestRecord] = []
+    warm = msgspec.structs.replace(
+        settings,
+        requests=settings.warmup,
+        duration_s=None,
+        salt=settings.salt + "/warm-up",
+        seed=settings.seed + 7_919,
+        arrivals=ArrivalOptions(concurrency=max(1, min(concurrency, settings.warmup)), kind="closed"),
+    )
+    await drive_share(warm, time.monotonic(), Share(), records.append)
+    return records
+
+
+async def _check_headroom(settings: RunSettings, warm: list[RequestRecord], meta: RunMeta, watch: Watch) -> RunSettings:
+    kind = find_workload(settings.workload)
+    arrivals = settings.arrivals.resolve(has_arrivals=kind.has_arrivals, seed=settings.seed)
+    concurrency = arrivals.concurrency if isinstance(arrivals, Closed) else None
+    rate = arrivals.rate_rps if isinstance(arrivals, Renewal) else None
+    if rate is None and concurrency is None:
+        concurrency = 32
+    watch.note("proving the client's headroom on the golden server")
+    while True:
+        found = await prove(settings, load_of(warm), concurrency, rate, _golden_run)
+        meta.headroom = msgspec.to_builtins(found)
+        if found.ok:
+            watch.note(
+                f"the client adds {found.delay_p50_s * 1e3:.2f} ms (p50), {found.delay_p99_s * 1e3:.2f} ms (p99) "
+                f"at {found.events_per_s:.0f} events/s"
+            )
+            return settings
+        if settings.processes >= min(most_processes(), concurrency or 64):
+            raise InvalidRun(found.advice())
+        settings = msgspec.structs.replace(settings, processes=settings.processes * 2)
+        watch.note(f"one more try with {settings.processes} client processes")
+
+
+async def _golden_run(settings: RunSettings, out: Path) -> list[RequestRecord]:
+    meta = RunMeta(settings=settings, origin_s=time.monotonic() + _lead_s(settings))
+    _write_meta(out, meta)
+    await _drive(settings, out, meta.origin_s, Watch(), frozenset(), 0.0)
+    return read_records(out / RECORDS)
+
+
+def _lead_s(settings: RunSettings) -> float:
+    """Time to open connections, and to start client processes, before the run's zero."""
+    return (0.2 if settings.processes == 1 else 1.5) + 0.002 * (settings.arrivals.concurrency or 0)
+
+
+def _write_meta(out: Path, meta: RunMeta) -> None:
+    write_atomic(out / META_FILE, msgspec.json.format(msgspec.json.encode(_without_secrets(meta)), indent=1))
+
+
+def _without_secrets(meta: RunMeta) -> RunMeta:
+    """Keys do not belong into files: values of authorization headers are replaced, and a resume takes them anew."""
+    hidden = tuple(
+        (k, "***" if k.lower() in ("authorization", "x-api-key") else v) for k, v in meta.settings.endpoint.headers
+    )
+    endpoint = replace(meta.settings.endpoint, headers=hidden)
+    return msgspec.structs.replace(meta, settings=msgspec.structs.replace(meta.settings, endpoint=endpoint))
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _host() -> dict[str, str]:
+    processor = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        processor = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    return {"processor": processor, "cores": str(os.cpu_count()), "system": f"{platform.system()} {platform.release()}"}
+
+
+__all__ = ["InvalidRun", "Watch", "resume", "run", "sum_up", "write_records"]

@@ -1,0 +1,84 @@
+"""A process that sends one share of a run: `python -m headrace.bench.worker DIR PART OF ORIGIN`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+
+from headrace.bench.arrivals import Closed
+from headrace.bench.client import Client
+from headrace.bench.drive import Driver, Limits, OnRecord, Share
+from headrace.bench.records import META_FILE, RecordLog, RequestRecord
+from headrace.bench.settings import RunSettings
+from headrace.bench.traffic import Fitting
+from headrace.bench.workloads import find_workload, workload_options
+
+
+class ShareReport(msgspec.Struct):
+    """What a share of a run says at its end."""
+
+    unsent: int
+    skipped: int
+    clipped: int
+    exhausted: bool
+
+
+class RunMeta(msgspec.Struct, kw_only=True):
+    """`run.json`: settings as resolved, and what is known beside them. `origin_s`: CLOCK_MONOTONIC of the run's zero."""
+
+    schema: str = "headrace-bench-run/1"
+    settings: RunSettings
+    created: str = ""
+    host: dict[str, str] = {}
+    notes: list[str] = []
+    origin_s: float = 0.0
+    resumed_at_s: list[float] = []
+    headroom: dict[str, float | int | str | bool] | None = None
+    finished: bool = False
+
+
+def part_file(part: int, of: int) -> str:
+    """Name of the record file of one process."""
+    return "records.jsonl" if of == 1 else f"records.{part}.jsonl"
+
+
+async def drive_share(
+    settings: RunSettings, origin_s: float, share: Share, on_record: OnRecord, done: frozenset[int] = frozenset(),
+    already_s: float = 0.0,
+) -> ShareReport:  # fmt: skip
+    """Send one share of a run; `done` and `already_s` belong to an interrupted run that goes on."""
+    kind = find_workload(settings.workload)
+    options = workload_options(kind, settings.workload_options)
+    context = settings.context(settings.prompt_writer())
+    arrivals = settings.arrivals.resolve(has_arrivals=kind.has_arrivals, seed=settings.seed)
+    until_s = None if settings.duration_s is None else max(settings.duration_s, already_s)
+    client = Client(settings.endpoint, origin_s)
+    try:
+        await client.connect(arrivals.concurrency // share.of + 1 if isinstance(arrivals, Closed) else 8)
+        driver = Driver(client, arrivals, Limits(settings.limit, until_s), share, on_record, done)
+        await driver.run(kind.sessions(options, context))
+    finally:
+        await client.close()
+    fitting: Fitting = context.fitting
+    return ShareReport(driver.unsent, fitting.skipped, fitting.clipped, driver.exhausted)
+
+
+def _main() -> None:
+    import uvloop
+
+    folder, part, of, origin_s = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+    meta = msgspec.json.decode((folder / META_FILE).read_bytes(), type=RunMeta)
+    with RecordLog(folder / part_file(part, of)) as log:
+
+        def keep(record: RequestRecord) -> None:
+            log.append(record)
+            print("R", flush=True)
+
+        report = uvloop.run(drive_share(meta.settings, origin_s, Share(part, of), keep))
+    print(msgspec.json.encode(report).decode(), flush=True)
+
+
+if __name__ == "__main__":
+    _main()
