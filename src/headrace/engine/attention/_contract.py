@@ -1,0 +1,84 @@
+"""What an attention backend is given and must give back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKind:
+    """One layer's attention. `window`: tokens a query sees, itself included. `sinks` [num_heads]: logits of a virtual key
+    with no value (they only widen the softmax's denominator). `softcap`: scores become cap * tanh(score / cap)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """The sequences of one step as one cache group sees them, in the order of the step's token rows.
+
+    Sequence i computes positions starts[i] … starts[i] + lengths[i] - 1; its rows follow each other from first_rows[i].
+    tables[i, j] is the block of positions j * block_tokens …; an entry behind the window is -1 and must not be read.
+    Every position up to the sequence's end is already written to the cache when `attend` runs.
+    """
+
+    starts: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    first_rows: npt.NDArray[np.int64]
+    tables: npt.NDArray[np.int32]
+    block_tokens: int
+
+
+class LayerCache:
+    """One layer's keys and values: `kv` [2 * kv_heads, blocks, block_tokens, head_dim], key heads first.
+
+    Heads come first so that a gathered sequence is contiguous per head, which is what a matrix product wants.
+    """
+
+    def __init__(self, kv: torch.Tensor) -> None:
+        self.kv = kv
+        heads, blocks, block_tokens, head_dim = kv.shape
+        self.num_kv_heads = heads // 2
+        self.blocks = kv.view(heads, blocks, block_tokens * head_dim)
+        self._tokens = kv.view(heads, blocks * block_tokens, head_dim)
+
+    def write(self, slots: torch.Tensor, kv: torch.Tensor) -> None:
+        """Store `kv` [tokens, 2 * kv_heads, head_dim] at token slots `slots` (block * block_tokens + offset)."""
+        self._tokens.index_copy_(1, slots, kv.transpose(0, 1).to(self._tokens.dtype))
+
+    def gather(self, blocks: torch.Tensor, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [rows, kv_heads, tokens, head_dim] of `rows` equally long lists of blocks, given flat."""
+        found = self.blocks.index_select(1, blocks).to(dtype)
+        found = found.view(2, self.num_kv_heads, rows, -1, self.kv.shape[-1])
+        return found[0].transpose(0, 1), found[1].transpose(0, 1)
+
+
+class AttentionBackend(Protocol):
+    """One way to compute attention; stateless, so that one instance serves any model."""
+
+    name: str
+
+    def unsupported(self, kind: AttentionKind, device: torch.device, dtype: torch.dtype) -> str | None:
+        """None if this backend computes `kind` there, else the reason in one line."""
+        ...
+
+    def prepare(self, spans: Spans, kind: AttentionKind, device: torch.device, dtype: torch.dtype) -> Any:
+        """What all layers of one group and kind share in a step: indices, masks, buckets."""
+        ...
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, prepared: Any
+    ) -> torch.Tensor:
+        """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] of this step → [tokens, heads * head_dim]."""
+        ...

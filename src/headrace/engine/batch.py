@@ -1,0 +1,143 @@
+"""Slots: the persistent buffers of an executor, and the arrays of one step cut from them.
+
+All of a step's indices are made by whole-array operations; only what a plan changes (inits, appends) is visited one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.control.step import BlockAppend, Chunk, SlotInit
+from headrace.engine.attention._contract import Spans
+from headrace.spec.cache import CacheLayout
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's chunks as arrays. Rows [tokens]: `token_ids`, `positions`, and per cache group `write_slots`.
+
+    Per chunk: `slots`, `starts`, `lengths`, `first_rows`. `tail_slots`: token slots behind the last written position of
+    blocks that were begun in this step, to be zeroed.
+    """
+
+    token_ids: Ints
+    positions: Ints
+    write_slots: list[Ints]
+    slots: Ints
+    starts: Ints
+    lengths: Ints
+    first_rows: Ints
+    tables: list[npt.NDArray[np.int32]]
+    block_tokens: int
+    tail_slots: Ints
+
+    def spans(self, group: int) -> Spans:
+        return Spans(self.starts, self.lengths, self.first_rows, self.tables[group], self.block_tokens)
+
+
+class Slots:
+    """Token ids [slots, max_model_len + 1], lengths, and block tables [groups, slots, blocks] of every sequence."""
+
+    def __init__(self, layout: CacheLayout, max_num_seqs: int, max_model_len: int) -> None:
+        self.block_tokens = layout.block_tokens
+        blocks = -(-(max_model_len + 1) // layout.block_tokens)
+        self.tokens = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
+        self.lengths = np.zeros(max_num_seqs, np.int64)
+        self.prompt_lengths = np.zeros(max_num_seqs, np.int64)
+        self.tables = np.full((layout.num_groups, max_num_seqs, blocks), -1, np.int32)
+        self._replaced: set[tuple[int, int, int]] = set()
+
+    def init(self, init: SlotInit) -> None:
+        count = len(init.token_ids)
+        self.tokens[init.slot, :count] = init.token_ids
+        self.lengths[init.slot] = count
+        self.prompt_lengths[init.slot] = init.prompt_length
+        self.tables[:, init.slot] = -1
+
+    def append(self, append: BlockAppend) -> None:
+        last = append.first + len(append.block_ids)
+        self.tables[append.group, append.slot, append.first : last] = append.block_ids
+        self._replaced.update((append.group, append.slot, i) for i in range(append.first, last))
+
+    def place(self, slot: int, tokens: Sequence[int]) -> None:
+        """Append tokens to a sequence."""
+        at = int(self.lengths[slot])
+        self.tokens[slot, at : at + len(tokens)] = tokens
+        self.lengths[slot] = at + len(tokens)
+
+    def history(self, slot: int, length: int) -> npt.NDArray[np.int32]:
+        """The first `length` tokens of a sequence, as a view."""
+        return self.tokens[slot, :length]
+
+    def batch(self, chunks: Sequence[Chunk]) -> Batch:
+        """Arrays of one step. Drafts must have been placed."""
+        count = len(chunks)
+        slots = np.fromiter((c.slot for c in chunks), np.int64, count)
+        starts = np.fromiter((c.start for c in chunks), np.int64, count)
+        lengths = np.fromiter((c.length for c in chunks), np.int64, count)
+        ends_at = np.cumsum(lengths)
+        first_rows = ends_at - lengths
+        owner = np.repeat(np.arange(count), lengths)
+        positions = np.arange(int(ends_at[-1])) - first_rows[owner] + starts[owner]
+        row_slots = slots[owner]
+        token_ids = self.tokens[row_slots, positions].astype(np.int64)
+        block_at, offset = positions // self.block_tokens, positions % self.block_tokens
+        write_slots = [
+            table[row_slots, block_at].astype(np.int64) * self.block_tokens + offset for table in self.tables
+        ]
+        tails = self._tails(slots, starts, starts + lengths)
+        tables = [table[slots] for table in self.tables]
+        return Batch(
+            token_ids, positions, write_slots, slots, starts, lengths, first_rows, tables, self.block_tokens, tails
+        )
+
+    def _tails(self, slots: Ints, starts: Ints, ends: Ints) -> Ints:
+        """What lies behind a sequence's end in its last block was left by an earlier owner and may not be finite; masked
+        keys are still multiplied (by zero), so such a tail is zeroed when its block is begun."""
+        last = (ends - 1) // self.block_tokens
+        found = []
+        for group, table in enumerate(self.tables):
+            begun = last * self.block_tokens >= starts
+            if self._replaced:
+                begun |= np.fromiter(
+                    ((group, s, b) in self._replaced for s, b in zip(slots.tolist(), last.tolist(), strict=True)),
+                    bool,
+                    len(slots),
+                )
+            begun &= ends % self.block_tokens != 0
+            chosen = np.flatnonzero(begun)
+            if len(chosen):
+                offsets = np.arange(self.block_tokens)[None, :]
+                behind = offsets >= (ends[chosen] % self.block_tokens)[:, None]
+                base = table[slots[chosen], last[chosen]].astype(np.int64) * self.block_tokens
+                found.append((base[:, None] + offsets)[behind])
+        self._replaced.clear()
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+
+def sampling_rows(batch: Batch, chunks: Sequence[Chunk]) -> tuple[Ints, Ints]:
+    """Token rows whose logits are sampled and the chunk each belongs to: a chunk's last row, and one more per draft."""
+    rows, owners = [], []
+    for i, chunk in enumerate(chunks):
+        if chunk.sample:
+            last = int(batch.first_rows[i]) + chunk.length - 1
+            rows.extend(range(last - len(chunk.drafts), last + 1))
+            owners.extend([i] * (len(chunk.drafts) + 1))
+    return np.array(rows, np.int64), np.array(owners, np.int64)
+
+
+def checked_init(init: SlotInit, vocab_size: int) -> str | None:
+    """Why a sequence cannot be computed, or None: a last line of defence, admission has checked already."""
+    ids = np.fromiter(init.token_ids, np.int64, len(init.token_ids))
+    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
+        return f"token ids must be between 0 and {vocab_size - 1}"
+    special = [*init.sampling.logit_bias, *init.sampling.stop_token_ids, *init.sampling.eos_token_ids]
+    if any(not 0 <= i < vocab_size for i in special):
+        return f"logit_bias and stop token ids must be between 0 and {vocab_size - 1}"
+    return None

@@ -1,0 +1,315 @@
+"""The decoder that all supported architectures are instances of, built from a `ModelSpec` and a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.base.errors import UnsupportedModel
+from headrace.engine.attention._contract import AttentionKind
+from headrace.engine.layers.context import StepContext
+from headrace.engine.layers.linear import (
+    Linear,
+    MappedEmbedding,
+    PlainHead,
+    TableEmbedding,
+    Tensorize,
+    stacked,
+)
+from headrace.engine.layers.mlp import GatedMLP, PlainMLP, SparseMLP
+from headrace.engine.layers.norm import RMSNorm
+from headrace.engine.layers.rope import neighbour_order, rotate
+from headrace.engine.models._support import unsupported
+from headrace.engine.weights.checkpoint import Checkpoint
+from headrace.engine.weights.names import Names
+from headrace.engine.weights.source import Floats
+from headrace.spec.model import Attention, DenseMLP, Layer, ModelSpec, MoE, Rope
+
+
+class AttentionBlock:
+    """Projections, head norms, rotation, attention, output projection of one layer; x [tokens, hidden] both ways."""
+
+    def __init__(
+        self,
+        index: int,
+        kind: AttentionKind,
+        rope: int | None,
+        rope_dim: int,
+        qkv: Linear,
+        out: Linear,
+        norms: tuple[RMSNorm, RMSNorm] | None,
+    ) -> None:
+        self.index = index
+        self.kind = kind
+        self._rope = rope
+        self._rope_dim = rope_dim
+        self._qkv = qkv
+        self._out = out
+        self._norms = norms
+        self.nbytes = qkv.nbytes + out.nbytes + sum(n.nbytes for n in norms or ())
+
+    def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
+        kind = self.kind
+        heads, kv_heads = kind.num_heads, kind.num_kv_heads
+        qkv = self._qkv(x).view(-1, heads + 2 * kv_heads, kind.head_dim)
+        q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+        if self._norms is not None:
+            q.copy_(self._norms[0](q))
+            k.copy_(self._norms[1](k))
+        if self._rope is not None:
+            rotate(qkv[:, : heads + kv_heads], step.rotations[self._rope], self._rope_dim)
+        return self._out(step.attend(self.index, q, k, v, qkv[:, heads:]))
+
+    def replace_linears(self, change: Callable[[Linear], Any]) -> None:
+        self._qkv, self._out = change(self._qkv), change(self._out)
+
+
+class Block:
+    """One decoder layer: pre-norms, and post-norms where the architecture has four."""
+
+    def __init__(
+        self,
+        attention: AttentionBlock,
+        mlp: GatedMLP | PlainMLP | SparseMLP,
+        attn_norm: RMSNorm,
+        mlp_norm: RMSNorm,
+        post_norms: tuple[RMSNorm, RMSNorm] | None,
+        residual_scale: float,
+    ) -> None:
+        self.attention = attention
+        self.mlp = mlp
+        self._attn_norm = attn_norm
+        self._mlp_norm = mlp_norm
+        self._post = post_norms
+        self._scale = residual_scale
+        self.nbytes = sum(p.nbytes for p in (attention, mlp, attn_norm, mlp_norm, *(post_norms or ())))
+
+    def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """x [tokens, hidden], updated in place and returned."""
+        y = self.attention(self._attn_norm(x), step)
+        if self._post is not None:
+            y = self._post[0](y)
+        x.add_(y, alpha=self._scale)
+        y = self.mlp(self._mlp_norm(x))
+        if self._post is not None:
+            y = self._post[1](y)
+        return x.add_(y, alpha=self._scale)
+
+
+@dataclass(slots=True)
+class Decoder:
+    """Embedding, blocks, final norm and output head.
+
+    `ropes` are the distinct ropes that `StepContext.rotations` must serve, in order.
+    """
+
+    spec: ModelSpec
+    ropes: tuple[Rope, ...]
+    embedding: TableEmbedding | MappedEmbedding
+    blocks: list[Block]
+    final_norm: RMSNorm
+    head: Linear | PlainHead
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights in memory."""
+        return sum(p.nbytes for p in (self.embedding, *self.blocks, self.final_norm, self.head))
+
+    @property
+    def kinds(self) -> list[AttentionKind]:
+        return [b.attention.kind for b in self.blocks]
+
+    def linears(self) -> Iterator[Linear | PlainHead]:
+        """Every matrix that tokens are multiplied by."""
+        found: list[Linear | PlainHead] = []
+        self.replace_linears(lambda layer: found.append(layer) or layer)
+        return iter(found)
+
+    def replace_linears(self, change: Callable[[Linear | PlainHead], Any]) -> None:
+        """Put `change(layer)` in the place of every linear layer."""
+        self.head = change(self.head)
+        for block in self.blocks:
+            block.attention.replace_linears(change)
+            block.mlp.replace_linears(change)
+
+    def hidden(self, step: StepContext) -> torch.Tensor:
+        """Last hidden states [tokens, hidden] before the final norm."""
+        x = self.embedding(step.token_ids)
+        if self.spec.embedding_scale != 1.0:
+            # The scale is rounded to the weights' precision first, as the architectures that have one do.
+            x *= torch.tensor(self.spec.embedding_scale, dtype=x.dtype)
+        for block in self.blocks:
+            x = block(x, step)
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """fp32 logits [rows, vocab] of hidden states [rows, hidden]."""
+        logits = self.head(self.final_norm(hidden)).float()
+        if self.spec.logit_scale != 1.0:
+            logits *= self.spec.logit_scale
+        if (cap := self.spec.logit_softcap) is not None:
+            logits.div_(cap).tanh_().mul_(cap)
+        return logits
+
+
+def build_decoder(
+    spec: ModelSpec,
+    names: Names,
+    checkpoint: Checkpoint,
+    tensorize: Tensorize,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Decoder:
+    """Load every weight of `spec` and check that the checkpoint holds nothing else."""
+    if (reason := unsupported(spec)) is not None:
+        raise UnsupportedModel(f"the torch executor cannot run this model: {reason}", field="model_type")
+    ropes = tuple(dict.fromkeys(layer.mixer.rope for layer in spec.layers if layer.mixer.rope is not None))
+    loader = _Loader(spec, names, checkpoint, tensorize)
+    blocks = [loader.block(i, layer, ropes) for i, layer in enumerate(spec.layers)]
+    final_norm = loader.norm(names.final_norm)
+    embedding, head = loader.ends(device, dtype)
+    checkpoint.finish()
+    return Decoder(spec, ropes, embedding, blocks, final_norm, head)
+
+
+class _Loader:
+    def __init__(self, spec: ModelSpec, names: Names, checkpoint: Checkpoint, tensorize: Tensorize) -> None:
+        self._spec = spec
+        self._names = names
+        self._take = checkpoint.take
+        self._checkpoint = checkpoint
+        self._tensor = tensorize
+
+    def block(self, i: int, layer: Layer, ropes: tuple[Rope, ...]) -> Block:
+        n = self._names
+        post = None
+        if layer.num_norms == 4:
+            post = (self.norm(_at(n.post_attn_norm, i)), self.norm(_at(n.post_mlp_norm, i)))
+        mlp = self._sparse(i, layer.mlp) if isinstance(layer.mlp, MoE) else self._dense(i, layer.mlp)
+        return Block(
+            self._attention(i, layer.mixer, ropes),
+            mlp,
+            self.norm(_at(n.attn_norm, i)),
+            self.norm(_at(n.mlp_norm, i)),
+            post,
+            self._spec.residual_scale,
+        )
+
+    def norm(self, name: str, order: np.ndarray | None = None) -> RMSNorm:
+        weight = self._take(f"{name}.weight", (self._spec.hidden_size if order is None else len(order),))
+        if self._spec.norm_offset:
+            weight = weight + 1
+        return RMSNorm(self._tensor(weight if order is None else weight[order]), self._spec.norm_eps)
+
+    def ends(
+        self, device: torch.device, dtype: torch.dtype
+    ) -> tuple[TableEmbedding | MappedEmbedding, Linear | PlainHead]:
+        spec, names = self._spec, self._names
+        shape = (spec.vocab_size, spec.hidden_size)
+        table = self._tensor(self._take(f"{names.embedding}.weight", shape))
+        if not spec.tied_embeddings:
+            head = Linear(self._tensor(self._take(f"{names.head}.weight", shape)))
+            return TableEmbedding(table), head
+        self._checkpoint.leave(f"{names.head}.weight")  # some files repeat a tied head
+        rows = self._checkpoint.rows(f"{names.embedding}.weight", shape) if device.type == "cpu" else None
+        if rows is not None:
+            head = Linear(table)
+            if head.packed:
+                return MappedEmbedding(rows, dtype), head
+        return TableEmbedding(table), PlainHead(table)
+
+    def _attention(self, i: int, a: Attention, ropes: tuple[Rope, ...]) -> AttentionBlock:
+        n, dim, hidden = self._names, a.head_dim, self._spec.hidden_size
+        order = neighbour_order(dim, a.rope)
+        qk_rows = _head_rows(a.num_heads, order), _head_rows(a.num_kv_heads, order)
+        widths = (a.num_heads * dim, a.num_kv_heads * dim, a.num_kv_heads * dim)
+        pieces = [n.q, n.k, n.v]
+
+        def fused(ending: str, tail: tuple[int, ...]) -> Floats:
+            if n.qkv is not None:
+                whole = self._take(f"{_at(n.qkv, i)}.{ending}", (sum(widths), *tail))
+                q, k, v = np.split(whole, np.cumsum(widths)[:-1])
+            else:
+                q, k, v = (
+                    self._take(f"{_at(name, i)}.{ending}", (width, *tail))
+                    for name, width in zip(pieces, widths, strict=True)
+                )
+            return stacked([q[qk_rows[0]], k[qk_rows[1]], v])
+
+        bias = self._tensor(fused("bias", ())) if a.qkv_bias else None
+        norms = None
+        if a.qk_norm == "head":
+            norms = (self.norm(_at(n.q_norm, i), order), self.norm(_at(n.k_norm, i), order))
+        kind = AttentionKind(
+            a.num_heads,
+            a.num_kv_heads,
+            dim,
+            dim**-0.5 if a.scale is None else a.scale,
+            a.window,
+            a.softcap,
+        )
+        rope = None if a.rope is None else ropes.index(a.rope)
+        return AttentionBlock(
+            i,
+            kind,
+            rope,
+            0 if a.rope is None else a.rope.dim,
+            Linear(self._tensor(fused("weight", (hidden,))), bias),
+            self._linear(_at(n.o, i), hidden, widths[0], bias=a.out_bias),
+            norms,
+        )
+
+    def _linear(self, name: str, out: int, into: int, *, bias: bool = False) -> Linear:
+        return Linear(
+            self._tensor(self._take(f"{name}.weight", (out, into))),
+            self._tensor(self._take(f"{name}.bias", (out,))) if bias else None,
+        )
+
+    def _dense(self, i: int, mlp: DenseMLP) -> GatedMLP | PlainMLP:
+        n, hidden = self._names, self._spec.hidden_size
+        down = self._linear(_at(n.down, i), hidden, mlp.intermediate, bias=mlp.bias)
+        if not mlp.gated:
+            return PlainMLP(self._linear(_at(n.up, i), mlp.intermediate, hidden, bias=mlp.bias), down, mlp.activation)
+        if n.gate_up is not None:
+            gate_up = self._linear(_at(n.gate_up, i), 2 * mlp.intermediate, hidden, bias=mlp.bias)
+            return GatedMLP(gate_up, down, mlp.activation)
+
+        def fused(ending: str, tail: tuple[int, ...]) -> torch.Tensor:
+            shape = (mlp.intermediate, *tail)
+            return self._tensor(stacked([self._take(f"{_at(name, i)}.{ending}", shape) for name in (n.gate, n.up)]))
+
+        gate_up = Linear(fused("weight", (hidden,)), fused("bias", ()) if mlp.bias else None)
+        return GatedMLP(gate_up, down, mlp.activation)
+
+    def _sparse(self, i: int, moe: MoE) -> SparseMLP:
+        hidden, width = self._spec.hidden_size, moe.intermediate
+        router = self._linear(_at(self._names.router, i), moe.num_experts, hidden)
+        experts = [
+            GatedMLP(Linear(self._tensor(stacked([gate, up]))), Linear(self._tensor(down)), moe.activation)
+            for gate, up, down in self._experts(i, moe.num_experts, width, hidden)
+        ]
+        return SparseMLP(router, experts, moe)
+
+    def _experts(self, i: int, count: int, width: int, hidden: int) -> Iterator[tuple[Floats, Floats, Floats]]:
+        n = self._names
+        patterns = ((n.expert_gate, (width, hidden)), (n.expert_up, (width, hidden)), (n.expert_down, (hidden, width)))
+        if n.expert_gate is not None and "{e}" in n.expert_gate:
+            for e in range(count):
+                yield tuple(self._take(f"{_at(p, i, e)}.weight", shape) for p, shape in patterns)
+        else:
+            yield from zip(*(self._take(f"{_at(p, i)}.weight", (count, *shape)) for p, shape in patterns), strict=True)
+
+
+def _head_rows(heads: int, order: np.ndarray) -> np.ndarray:
+    """Rows of a projection of `heads` heads when each head's dimensions are reordered."""
+    return (np.arange(heads)[:, None] * len(order) + order[None, :]).reshape(-1)
+
+
+def _at(pattern: str | None, i: int, e: int = 0) -> str:
+    if pattern is None:
+        raise UnsupportedModel("the architecture has no tensor name for a part that its config asks for")
+    return pattern.format(i=i, e=e)

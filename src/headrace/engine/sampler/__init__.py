@@ -1,0 +1,1 @@
+"""Sampling: from logits to tokens, all rows of a step at once."""

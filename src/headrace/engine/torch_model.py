@@ -1,0 +1,244 @@
+"""A model in memory, as the torch backend holds it, and the executor that runs its steps on a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+
+from headrace.base.errors import InvalidInput
+from headrace.control.api import MemoryItem
+from headrace.control.step import StepPlan, StepResult
+from headrace.engine.attention import ATTENTION
+from headrace.engine.attention._contract import AttentionBackend
+from headrace.engine.backend import Limits
+from headrace.engine.grammars import Grammars
+from headrace.engine.layers.decoder import Decoder, build_decoder
+from headrace.engine.layers.linear import Linear, MappedEmbedding, tensorizer
+from headrace.engine.memory import available_bytes, keep_large_buffers, physical_cores
+from headrace.engine.models import MODELS
+from headrace.engine.profile import StepProfile, profiled
+from headrace.engine.runner import Runner
+from headrace.engine.weights.checkpoint import Checkpoint
+from headrace.engine.weights.dummy import DummySource
+from headrace.engine.weights.gguf import GGUFSource
+from headrace.engine.weights.safetensors import SafetensorsSource, checkpoint_paths
+from headrace.engine.weights.source import TensorSource
+from headrace.spec.accounting import activation_bytes, weight_bytes
+from headrace.spec.cache import CacheLayout
+from headrace.spec.config import EngineConfig
+from headrace.spec.locate import ModelFiles
+from headrace.spec.model import ModelSpec
+from headrace.text.grammar import GrammarTokens
+
+log = logging.getLogger("headrace.engine")
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_WEIGHTS = ("fp32", "bf16")
+_KV = ("fp32", "bf16", "fp16")
+_OPTIONS = ("profile",)
+
+
+def load(files: ModelFiles, config: EngineConfig) -> TorchModel:
+    """Read the weights and choose the attention backend. Raises CorruptCheckpoint, UnsupportedModel or InvalidInput."""
+    weights = _chosen("weights", config.weights, _WEIGHTS)
+    kv = _chosen("kv", config.kv, _KV)
+    for name, _ in config.options:
+        if name not in _OPTIONS:
+            raise InvalidInput(
+                f"the torch backend has no option {name!r}", field="options", remedy="known: " + ", ".join(_OPTIONS)
+            )
+    available = available_bytes()
+    notes = []
+    if not keep_large_buffers():
+        notes.append("malloc is not glibc's: large buffers may be mapped anew in every step")
+    threads = config.threads or physical_cores()
+    torch.set_num_threads(threads)
+    device, dtype = torch.device("cpu"), _DTYPES[weights]
+    spec = files.spec()
+    architecture = MODELS.get(spec.model_type)
+    names = architecture.gguf if files.kind == "gguf" and config.load_format != "dummy" else architecture.hf
+    with torch.inference_mode():
+        checkpoint = Checkpoint(_source(files, config))
+        decoder = build_decoder(spec, names, checkpoint, tensorizer(dtype, device), device, dtype)
+    attention = _attention(config.attention, decoder, device, dtype)
+    notes += [f"torch {torch.__version__} on {threads} threads, weights {weights}, KV {kv}, attention {attention.name}"]
+    notes += _weight_notes(decoder)
+    profile = StepProfile() if dict(config.options).get("profile", "0") not in ("", "0", "false") else None
+    if profile is not None:
+        attention = profiled(decoder, attention, profile)
+    return TorchModel(files, spec, decoder, attention, weights, kv, threads, available, tuple(notes), profile)
+
+
+class TorchModel:
+    """See `headrace.engine.backend.LoadedModel`."""
+
+    def __init__(
+        self,
+        files: ModelFiles,
+        spec: ModelSpec,
+        decoder: Decoder,
+        attention: AttentionBackend,
+        weights_precision: str,
+        kv_precision: str,
+        threads: int,
+        available: int,
+        notes: tuple[str, ...],
+        profile: StepProfile | None,
+    ) -> None:
+        self.spec = spec
+        self.weights_precision = weights_precision
+        self.kv_precision = kv_precision
+        self.device = "cpu"
+        self.profile = profile
+        self._files = files
+        self._decoder = decoder
+        self._attention = attention
+        self._threads = threads
+        self._available = available
+        self._notes = notes
+        self._memory = [MemoryItem("weights", weight_bytes(spec, weights_precision).total, decoder.nbytes)]
+
+    def kv_budget_bytes(self, memory_fraction: float, max_num_seqs: int, max_batched_tokens: int) -> int:
+        """`memory_fraction` of what was available before loading, less weights and the modelled activation peak."""
+        activations = activation_bytes(
+            self.spec, max_batched_tokens, max_num_seqs, activation_precision=self.weights_precision
+        )
+        return int(self._available * memory_fraction) - self._decoder.nbytes - activations
+
+    def executor(self, layout: CacheLayout, limits: Limits) -> TorchExecutor:
+        grammars = Grammars(self.spec.vocab_size, self._grammar_tokens)
+        with torch.inference_mode():
+            runner = Runner(
+                self._decoder,
+                self._attention,
+                layout,
+                limits,
+                _DTYPES[self.kv_precision],
+                _DTYPES[self.weights_precision],
+                torch.device("cpu"),
+                grammars,
+            )
+        self._memory.append(MemoryItem("kv_pool", layout.bytes_per_block * limits.num_blocks, runner.pool.nbytes))
+        return TorchExecutor(runner.step, self._threads)
+
+    def memory(self) -> tuple[MemoryItem, ...]:
+        return tuple(self._memory)
+
+    def notes(self) -> tuple[str, ...]:
+        return self._notes
+
+    def _grammar_tokens(self) -> GrammarTokens:
+        from headrace.text.tokenizer import Tokenizer
+
+        files = self._files
+        tokenizer = (
+            Tokenizer.from_gguf(files.gguf().metadata) if files.kind == "gguf" else Tokenizer.from_folder(files.root)
+        )
+        size = min(self.spec.vocab_size, tokenizer.vocab_size)
+        tokens = [tokenizer.token_bytes(i) for i in range(size)]
+        return GrammarTokens(tokens, self.spec.eos_token_ids, tokenizer.special_ids)
+
+
+class TorchStep:
+    """A step in flight."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+        self._finished = threading.Event()
+        self._result: StepResult | None = None
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        return self._finished.is_set()
+
+    def result(self) -> StepResult:
+        self._finished.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def run(self, step: Callable[[StepPlan], StepResult]) -> None:
+        try:
+            self._result = step(self.plan)
+        except BaseException as error:
+            self._error = error
+        self._finished.set()
+
+
+class TorchExecutor:
+    """Runs steps in the order submitted on one thread; torch releases the interpreter lock inside its operations."""
+
+    def __init__(self, step: Callable[[StepPlan], StepResult], threads: int) -> None:
+        self._step = step
+        self._threads = threads
+        self._queue: queue.SimpleQueue[TorchStep | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="headrace-torch", daemon=True)
+        self._closed = False
+        self._thread.start()
+
+    def submit(self, plan: StepPlan) -> TorchStep:
+        if self._closed:
+            raise RuntimeError("the executor is closed")
+        step = TorchStep(plan)
+        self._queue.put(step)
+        return step
+
+    def close(self) -> None:
+        """Finish what was submitted, then end the thread."""
+        if not self._closed:
+            self._closed = True
+            self._queue.put(None)
+            self._thread.join()
+
+    def _work(self) -> None:
+        torch.set_num_threads(self._threads)  # OpenMP keeps the number per calling thread
+        with torch.inference_mode():
+            while (step := self._queue.get()) is not None:
+                step.run(self._step)
+                del step
+
+
+def _chosen(field: str, value: str, known: tuple[str, ...]) -> str:
+    if value == "auto":
+        return known[0]
+    if value not in known:
+        raise InvalidInput(
+            f"the torch backend cannot use {field} {value!r}", field=field, remedy="choose one of: " + ", ".join(known)
+        )
+    return value
+
+
+def _source(files: ModelFiles, config: EngineConfig) -> TensorSource:
+    if config.load_format == "dummy":
+        return DummySource(config.seed)
+    if files.kind == "gguf":
+        return GGUFSource(files.gguf())
+    paths = checkpoint_paths(files.root)
+    if not paths:
+        raise InvalidInput(
+            f"{files.root} holds no safetensors weights", field="model", remedy="load_format dummy draws random ones"
+        )
+    return SafetensorsSource(paths)
+
+
+def _attention(name: str, decoder: Decoder, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    backend: AttentionBackend = ATTENTION.get("sdpa" if name == "auto" else name)
+    for i, kind in enumerate(decoder.kinds):
+        if (reason := backend.unsupported(kind, device, dtype)) is not None:
+            raise InvalidInput(f"attention backend {name} cannot compute layer {i}: {reason}", field="attention")
+    return backend
+
+
+def _weight_notes(decoder: Decoder) -> list[str]:
+    notes = []
+    if not any(isinstance(part, Linear) and part.packed for part in decoder.linears()):
+        notes.append("linear layers are not packed: oneDNN is unavailable or would pad these sizes")
+    if isinstance(decoder.embedding, MappedEmbedding):
+        notes.append("tied head packed once; embedding rows are read from the mapped checkpoint")
+    elif decoder.spec.tied_embeddings:
+        notes.append("tied head shares the embedding table and is not packed")
+    return notes

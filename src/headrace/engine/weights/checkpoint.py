@@ -1,0 +1,61 @@
+"""A model's view of its weights: tensors are taken by name and shape, and what is left over is an error."""
+
+from __future__ import annotations
+
+import re
+
+from headrace.base.errors import CorruptCheckpoint
+from headrace.engine.weights.dummy import DummySource
+from headrace.engine.weights.source import Floats, Rows, TensorSource
+
+_DERIVED = re.compile(r"rotary_emb\.inv_freq$|^rope_freqs\.weight$|^rope_factors_(long|short)\.weight$")
+"""Tensors that repeat what the configuration says; they are never taken."""
+
+
+class Checkpoint:
+    """Takes tensors from a source. Each may be taken several times; `finish` refuses tensors that were never taken."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self._source = source
+        self._taken: set[str] = set()
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Floats:
+        """Tensor `name` as fp32; CorruptCheckpoint if it is missing or not of `shape`."""
+        self._check(name, shape)
+        if isinstance(self._source, DummySource):
+            return self._source.read_as(name, shape)
+        return self._source.read(name)
+
+    def rows(self, name: str, shape: tuple[int, int]) -> Rows | None:
+        """Row access to matrix `name` in its file, or None for weights without a file."""
+        self._check(name, shape)
+        return self._source.rows(name)
+
+    def has(self, name: str) -> bool:
+        """Whether the tensor exists (dummy weights have every one)."""
+        return isinstance(self._source, DummySource) or name in self._source.names()
+
+    def leave(self, name: str) -> None:
+        """Say that `name` may be present and is not needed."""
+        self._taken.add(name)
+
+    def finish(self) -> None:
+        """CorruptCheckpoint naming tensors that nothing took: the config does not describe these weights."""
+        extra = sorted(n for n in self._source.names() if n not in self._taken and not _DERIVED.search(n))
+        if extra:
+            more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
+            raise CorruptCheckpoint(
+                f"tensors that the config has no place for: {', '.join(extra[:3])}{more}",
+                field=extra[0],
+                remedy="check that config and weights belong together",
+            )
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        self._taken.add(name)
+        if isinstance(self._source, DummySource):
+            return
+        found = self._source.shape(name)
+        if found != shape:
+            raise CorruptCheckpoint(
+                f"tensor {name!r} has shape {list(found)}, the config needs {list(shape)}", field=name
+            )
