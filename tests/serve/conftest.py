@@ -82,9 +82,76 @@ class Served:
 
 def parse_events(text):
     frames = text.split("\n\n")
-    assert frames[-1] == "" and frames[-2] == "data: [DONE]"
+    assert frames[-2:] == ["data: [DONE]", ""]
     assert all(frame.startswith("data: ") and "\n" not in frame for frame in frames[:-1])
     return [json.loads(frame.removeprefix("data: ")) for frame in frames[:-2]]
+
+
+class Live(Served):
+    """The same behind a real socket, served from the test's own event loop."""
+
+    async def start(self):
+        import asyncio
+
+        import uvicorn
+
+        config = uvicorn.Config(self.app, host="127.0.0.1", port=0, log_level="error", ws="none", loop="none")
+        self.server = uvicorn.Server(config)
+        self.task = asyncio.create_task(self.server.serve())
+        while not self.server.started:
+            await asyncio.sleep(0.01)
+        self.port = self.server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        await self.http.aclose()
+        self.http = httpx.AsyncClient(base_url=self.url, timeout=60)
+        return self
+
+    async def stop(self):
+        await self.http.aclose()
+        self.server.should_exit = True
+        await self.task
+
+    async def open(self, path, **fields):
+        """Send a request and return the connection without reading the answer."""
+        import asyncio
+
+        body = json.dumps({"model": MODEL} | fields).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(
+            f"POST {path} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\n".encode()
+            + f"content-length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
+        await writer.drain()
+        return reader, writer
+
+
+async def until(condition):
+    """Wait for a condition that must come true; the test's own time limit is the only one."""
+    import asyncio
+
+    for _ in range(5000):
+        if condition():
+            return
+        await asyncio.sleep(0.002)
+    raise AssertionError("this never came true")
+
+
+@pytest.fixture
+async def live(tokenizer, template):
+    """Like `serve`, behind a real socket: `await live(…)`."""
+    started = []
+
+    async def make(*, max_num_seqs=64, max_model_len=512, **config):
+        engine = ScriptedEngine(tokenizer, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+        settings = ServeConfig(served_names=(MODEL,), eos_token_ids=EOS, **config)
+        started.append(Live(engine, tokenizer, template, settings))
+        return await started[-1].start()
+
+    yield make
+    for server in started:
+        server.engine.go.set()
+        await server.stop()
 
 
 @pytest.fixture

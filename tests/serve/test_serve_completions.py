@@ -1,5 +1,3 @@
-
-
 async def test_answers_text(served):
     served.engine.say(" world, hello")
     body = await served.complete("hello", max_tokens=50)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import secrets
 import time
 from collections.abc import Sequence
 from typing import TypeVar
@@ -11,6 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from headrace.control.request import Request, Sampling
+from headrace.control.seeds import choice_seed
 from headrace.serve.config import SamplingDefaults
 from headrace.serve.errors import ApiError, bad_field
 from headrace.serve.protocol.sampling import SamplingFields
@@ -27,7 +26,7 @@ def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
             )
 
 
-def check_fields(request: SamplingFields, vocab_size: int) -> None:
+def check_fields(request: SamplingFields, max_tokens: int | None, vocab_size: int) -> None:
     """Everything about sampling that needs the vocabulary or more than one field."""
     check_ids(request.stop_token_ids or (), vocab_size, "stop_token_ids")
     for key in request.logit_bias or ():
@@ -37,6 +36,8 @@ def check_fields(request: SamplingFields, vocab_size: int) -> None:
             )
     if request.stream_options is not None and not request.stream:
         raise bad_field("stream_options", "stream_options needs stream to be true.")
+    if max_tokens is not None and (request.min_tokens or 0) > max_tokens:
+        raise bad_field("min_tokens", f"min_tokens is {request.min_tokens}, more than max_tokens, {max_tokens}.")
 
 
 def token_limit(prompt_tokens: int, asked: int | None, max_model_len: int, param: str) -> int:
@@ -67,16 +68,13 @@ def sampling_for(
     grammar: str | None,
 ) -> Sampling:
     """The engine's sampling for a request, its seed still open. Unset fields: `defaults`, then the API's own."""
-    min_tokens = request.min_tokens or 0
-    if min_tokens > max(max_tokens, 1):
-        raise bad_field("min_tokens", f"min_tokens is {min_tokens}, more than the {max_tokens} tokens allowed here.")
     temperature = _first(request.temperature, defaults.temperature, 1.0)
     top_p = _first(request.top_p, defaults.top_p, 1.0)
     if top_p == 0.0:  # only the best token survives
         temperature, top_p = 0.0, 1.0
     return Sampling(
         max_tokens=max(max_tokens, 1),
-        min_tokens=min_tokens,
+        min_tokens=min(request.min_tokens or 0, max(max_tokens, 1)),
         temperature=temperature,
         top_k=max(0, _first(request.top_k, defaults.top_k, 0)),
         top_p=top_p,
@@ -96,17 +94,6 @@ def sampling_for(
 
 def _first(*values: T | None) -> T:
     return next(value for value in values if value is not None)
-
-
-def choice_seed(seed: int | None, choice: int) -> int:
-    """Seed of the choice-th answer to one prompt: fixed by the request's seed, random without one.
-
-    It does not depend on the prompt's place in a list, so a prompt is answered the same alone and in company.
-    """
-    if seed is None:
-        return secrets.randbits(63)
-    digest = hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 def engine_requests(

@@ -28,8 +28,8 @@ class Chat:
         front = self._front
         request = parse(ChatRequest, call.body)
         model = front.check_model(request.model)
-        front.check(request)
         max_tokens = _max_tokens(request)
+        front.check(request, max_tokens)
         if request.top_logprobs is not None and not request.logprobs:
             raise bad_field("top_logprobs", "top_logprobs needs logprobs to be true.")
         call.held.enter_context(front.gate.admit(request.n or 1, "n"))

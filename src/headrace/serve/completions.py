@@ -39,7 +39,8 @@ class Completions:
         front = self._front
         request = parse(CompletionRequest, call.body)
         model = front.check_model(request.model)
-        front.check(request)
+        max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+        front.check(request, max_tokens)
         n = request.n or 1
         if request.best_of is not None and request.best_of != n:
             raise bad_field(
@@ -61,7 +62,7 @@ class Completions:
             model,
             [prompt.ids for prompt in prompts],
             prompt_param="prompt" if _is_single(request) else lambda i: f"prompt[{i}]",
-            max_tokens=DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens,
+            max_tokens=max_tokens,
             logprobs=request.logprobs,
             prompt_logprobs=max(asked, default=None),
             grammar=grammar,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from headrace.base.errors import InvalidInput
 
@@ -19,6 +21,19 @@ class SamplingDefaults:
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+
+    @classmethod
+    def from_generation_config(cls, values: Mapping[str, Any]) -> SamplingDefaults:
+        """The sampling values of a parsed `generation_config.json`; `InvalidInput` for one that is no number."""
+        found: dict[str, Any] = {}
+        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+            value = values.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise InvalidInput(f"{name} is {value!r}, not a number", field="generation_config")
+            found[name] = int(value) if name == "top_k" else float(value)
+        return cls(**found)
 
 
 @dataclass(frozen=True, slots=True)

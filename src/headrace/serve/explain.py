@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from headrace.control.api import Timeline
@@ -25,7 +26,7 @@ def explain(received_s: float, arrival_s: float, timeline: Timeline, finished_s:
     for mark in marks:
         instant = round((mark - received_s) * 1e6)
         instants.append(max(instant, instants[-1]) if instants else instant)
-    parts = {name: after - before for name, before, after in zip(_PARTS, instants, instants[1:], strict=True)}
+    parts = {name: after - before for name, (before, after) in zip(_PARTS, pairwise(instants), strict=True)}
     return {
         "total_us": instants[-1] - instants[0],
         "parts_us": parts,

@@ -89,8 +89,9 @@ class Front:
             )
         return self.config.served_names[0] if name is None else name
 
-    def check(self, request: SamplingFields) -> None:
-        check_fields(request, self.engine.info.vocab_size)
+    def check(self, request: SamplingFields, max_tokens: int | None) -> None:
+        """`ApiError` 400 for fields that contradict each other or the vocabulary."""
+        check_fields(request, max_tokens, self.engine.info.vocab_size)
 
     def batch(
         self,
