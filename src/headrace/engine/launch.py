@@ -1,0 +1,259 @@
+"""From options to a running engine core: every `auto` is resolved here, once, and what it became is logged."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from headrace.base.clock import Clock, SystemClock
+from headrace.base.errors import DoesNotFit, InvalidInput, UnsupportedModel
+from headrace.base.process import process_start_s
+from headrace.base.registry import Registry
+from headrace.base.units import GIB, format_bytes
+from headrace.control.api import EngineInfo
+from headrace.control.config import SchedulerConfig
+from headrace.control.demand import Demand
+from headrace.control.scheduler import Scheduler
+from headrace.control.step import Executor
+from headrace.engine.backend import Backend, Limits, LoadedModel
+from headrace.spec.accounting import cache_layout, kv_bytes_per_token
+from headrace.spec.cache import CacheLayout
+from headrace.spec.config import EngineConfig
+from headrace.spec.locate import ModelFiles, locate
+from headrace.spec.model import ModelSpec
+
+log = logging.getLogger("headrace.engine")
+
+BACKENDS = Registry("headrace.engine.executors", "BACKEND", kind="backend")
+PREFERENCE = ("native", "torch")
+DEFAULT_BLOCK_TOKENS = 16
+# On a CPU the pool competes with everything else on the machine, so by default it takes only what pays: a few GiB hold
+# dozens of conversations of a model small enough to be served there.
+CPU_POOL_BYTES = 2 * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCore:
+    """A scheduler and the executor that runs its plans, sized for each other."""
+
+    scheduler: Scheduler
+    executor: Executor
+    info: EngineInfo
+
+
+@dataclass(frozen=True, slots=True)
+class _Defaults:
+    max_num_seqs: int
+    max_batched_tokens: int
+    memory_fraction: float
+    pool_bytes: int | None
+
+
+_CPU = _Defaults(max_num_seqs=64, max_batched_tokens=512, memory_fraction=0.6, pool_bytes=CPU_POOL_BYTES)
+_GPU = _Defaults(max_num_seqs=256, max_batched_tokens=8192, memory_fraction=0.9, pool_bytes=None)
+
+
+class Stages:
+    """Seconds spent in each named stage, in order."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        begin = self._clock.now()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self._clock.now() - begin
+
+
+def launch(config: EngineConfig, *, files: ModelFiles | None = None, clock: Clock | None = None) -> EngineCore:
+    """Load the model and make the core that serves it. `files`: what `locate` found, if it was asked before.
+
+    Raises `InvalidInput`, `UnsupportedModel`, `CorruptCheckpoint` or `DoesNotFit`, each naming option and remedy.
+    """
+    clock = clock or SystemClock()
+    stages = Stages(clock)
+    stages.seconds["until launch"] = clock.now() - process_start_s()
+    with stages.stage("read the model's header"):
+        files = files or locate(config.model, revision=config.revision)
+        spec = files.spec()
+        _check_context(config, spec)
+    with stages.stage("import the backend"):
+        backend, notes = choose_backend(config, files)
+    with stages.stage("load the weights"):
+        model = backend.load(files, config)
+    with stages.stage("allocate the KV pool"):
+        core = _assemble(config, files, backend, model, notes, clock)
+    stages.seconds["engine ready"] = clock.now() - process_start_s()
+    core.info.startup_s.update(stages.seconds)
+    for note in core.info.notes:
+        log.info("%s", note)
+    return core
+
+
+def choose_backend(config: EngineConfig, files: ModelFiles) -> tuple[Backend, list[str]]:
+    """The backend asked for, or the first of `PREFERENCE` that can; with the reasons why others were passed over."""
+    if config.backend != "auto":
+        backend: Backend = BACKENDS.get(config.backend)
+        reason = backend.unavailable(files, config)
+        if reason is not None:
+            raise UnsupportedModel(f"backend {config.backend} cannot serve {files.name}: {reason}", field="backend")
+        return backend, []
+    passed_over = []
+    known = BACKENDS.names()
+    for name in (n for n in PREFERENCE if n in known):
+        try:
+            backend = BACKENDS.get(name)
+            reason = backend.unavailable(files, config)
+        except ImportError as error:
+            reason = f"it cannot be imported ({error})"
+        if reason is None:
+            return backend, [f"backend {name} passed over: {why}" for name, why in passed_over]
+        passed_over.append((name, reason))
+    raise UnsupportedModel(
+        f"no backend can serve {files.name}: " + "; ".join(f"{name}: {reason}" for name, reason in passed_over),
+        field="backend",
+    )
+
+
+def _check_context(config: EngineConfig, spec: ModelSpec) -> None:
+    if config.max_model_len is not None and config.max_model_len > spec.max_context:
+        raise InvalidInput(
+            f"max_model_len {config.max_model_len:,} is beyond the model's context of {spec.max_context:,} tokens",
+            field="max_model_len",
+            remedy=f"set it to {spec.max_context} or less",
+        )
+
+
+def _assemble(
+    config: EngineConfig,
+    files: ModelFiles,
+    backend: Backend,
+    model: LoadedModel,
+    notes: list[str],
+    clock: Clock,
+) -> EngineCore:
+    defaults = _CPU if model.device == "cpu" else _GPU
+    layout = cache_layout(model.spec, model.kv_precision, config.block_tokens or DEFAULT_BLOCK_TOKENS)
+    max_num_seqs = config.max_num_seqs or defaults.max_num_seqs
+    max_batched_tokens = config.max_batched_tokens or max(defaults.max_batched_tokens, max_num_seqs)
+    pool = Pool(config, model, layout, defaults, max_num_seqs, max_batched_tokens)
+    limits = Limits(pool.num_blocks, max_num_seqs, pool.max_model_len, max_batched_tokens)
+    settings = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_batched_tokens=max_batched_tokens,
+        max_model_len=pool.max_model_len,
+        prefix_caching=config.prefix_cache,
+        order=config.order,
+        eviction=config.eviction,
+    )
+    scheduler = Scheduler(settings, layout, pool.num_blocks, clock)
+    executor = model.executor(layout, limits)
+    info = EngineInfo(
+        model=files.name,
+        model_type=model.spec.model_type,
+        backend=backend.name,
+        vocab_size=model.spec.vocab_size,
+        max_model_len=pool.max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_batched_tokens=max_batched_tokens,
+        block_tokens=layout.block_tokens,
+        num_blocks=pool.num_blocks,
+        kv_bytes_per_token=kv_bytes_per_token(model.spec, model.kv_precision),
+        pool_tokens=pool.num_blocks // layout.num_groups * layout.block_tokens,
+        weights_precision=model.weights_precision,
+        kv_precision=model.kv_precision,
+        memory=model.memory(),
+        notes=(*notes, *pool.notes, *model.notes()),
+        startup_s={},
+    )
+    return EngineCore(scheduler, executor, info)
+
+
+class Pool:
+    """How many blocks the KV pool gets and the longest sequence it serves.
+
+    The size is `num_blocks`, else `kv_bytes`, else what `memory_fraction` leaves; by default on a CPU no more than
+    `CPU_POOL_BYTES` or what `max_num_seqs` sequences of full length can use. It must hold one sequence of
+    `max_model_len`: one that was asked for is an error if it does not fit, the model's own context is cut to what does.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: LoadedModel,
+        layout: CacheLayout,
+        defaults: _Defaults,
+        max_num_seqs: int,
+        max_batched_tokens: int,
+    ) -> None:
+        self._config = config
+        self._block_bytes = layout.bytes_per_block
+        demand = Demand(layout)
+        wanted = config.max_model_len or model.spec.max_context
+        needed = demand.peak(wanted, max_batched_tokens)
+        self.notes: list[str] = []
+
+        def budget(fraction: float) -> int:
+            return model.kv_budget_bytes(fraction, max_num_seqs, max_batched_tokens)
+
+        if config.num_blocks is not None:
+            self.num_blocks = config.num_blocks
+        elif config.kv_bytes is not None:
+            self.num_blocks = config.kv_bytes // self._block_bytes
+        else:
+            self.num_blocks = max(0, budget(config.memory_fraction or defaults.memory_fraction)) // self._block_bytes
+            if config.memory_fraction is None and defaults.pool_bytes is not None:
+                useful = min(defaults.pool_bytes // self._block_bytes, max_num_seqs * needed)
+                self.num_blocks = min(self.num_blocks, max(useful, needed))
+
+        self.max_model_len = wanted
+        if needed > self.num_blocks:
+            fitting = _longest(demand, self.num_blocks, wanted, max_batched_tokens)
+            if config.max_model_len is not None or fitting < 2:
+                raise self._does_not_fit(wanted, needed, fitting, layout, budget)
+            self.max_model_len = fitting
+            self.notes.append(
+                f"max_model_len is {fitting:,} tokens, all that the KV pool holds, not the model's {wanted:,}; "
+                f"kv_bytes {needed * self._block_bytes} would hold them"
+            )
+
+    def _does_not_fit(self, wanted: int, needed: int, fitting: int, layout: CacheLayout, budget) -> DoesNotFit:
+        need_bytes = needed * self._block_bytes
+        if self._config.num_blocks is not None:
+            field, larger = "num_blocks", f"set num_blocks to {needed}"
+        elif self._config.kv_bytes is not None:
+            field, larger = "kv_bytes", f"set kv_bytes to {need_bytes}"
+        else:
+            field = "memory_fraction"
+            fraction = next((f / 100 for f in range(1, 101) if budget(f / 100) >= need_bytes), None)
+            larger = f"set memory_fraction to {fraction:g}" if fraction is not None else ""
+        shorter = f"set max_model_len to {fitting}" if fitting >= 2 else ""
+        spare = budget(1.0)
+        remedy = " or ".join(option for option in (larger, shorter) if option)
+        return DoesNotFit(
+            f"a sequence of {wanted:,} tokens needs {needed:,} KV blocks of {layout.block_tokens} tokens "
+            f"({self._block_bytes:,} B each, {format_bytes(need_bytes)} in all); the pool has {self.num_blocks:,} "
+            f"({format_bytes(self.num_blocks * self._block_bytes)}), and all of the memory would leave it "
+            f"{format_bytes(spare) if spare > 0 else f'nothing: {format_bytes(-spare)} are missing for weights and activations'}",
+            field=field,
+            remedy=remedy or "use a smaller model, a smaller precision or a machine with more memory",
+        )
+
+
+def _longest(demand: Demand, num_blocks: int, at_most: int, chunk_tokens: int) -> int:
+    """Longest sequence that `num_blocks` hold while it is computed in chunks of up to `chunk_tokens`."""
+    low, high = 0, at_most
+    while low < high:
+        middle = math.ceil((low + high) / 2)
+        if demand.peak(middle, chunk_tokens) <= num_blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,361 @@
+"""An engine in a process of its own, as an `EngineClient`: started, watched, restarted and ended from here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from headrace.base import errors
+from headrace.base.errors import EngineDead, HeadraceError, InvalidInput
+from headrace.control.api import (
+    Abort,
+    EngineInfo,
+    EngineState,
+    EngineStats,
+    Failed,
+    FinishReason,
+    FlushPrefixCache,
+    FromEngine,
+    Output,
+    Ready,
+    Shutdown,
+    StepOutputs,
+    Submit,
+    ToEngine,
+)
+from headrace.control.request import Request
+from headrace.engine.child import Orders
+from headrace.engine.streams import REFUSALS, OutputStream
+from headrace.spec.config import EngineConfig
+
+log = logging.getLogger("headrace.engine")
+
+DEFAULT_CORE = "headrace.engine.launch:launch"
+
+
+@dataclass(frozen=True, slots=True)
+class Supervision:
+    """How an engine process is watched.
+
+    `stall_timeout_s`: with requests in flight and not one step committed for that long, the process counts as hung and
+    is killed. `max_restarts`: so many in a row, with less than `healthy_s` of service between, then the engine is dead.
+    """
+
+    start_timeout_s: float = 900.0
+    stall_timeout_s: float = 300.0
+    stop_timeout_s: float = 5.0
+    max_restarts: int = 5
+    healthy_s: float = 60.0
+    backoff_s: float = 0.2
+    max_backoff_s: float = 10.0
+
+
+class EngineProcessClient:
+    """Runs one engine in a child process. Belongs to the event loop it was started on.
+
+    `start` raises what kept the engine from starting, with its own error type. From then on nothing raises for an
+    engine's fault: when the process dies, every request in flight ends with reason `error`, `state` is `restarting`
+    and a new process is started; requests that come meanwhile end with `error` at once.
+    """
+
+    def __init__(
+        self, config: EngineConfig, *, core: str = DEFAULT_CORE, supervision: Supervision | None = None
+    ) -> None:
+        self.config = config
+        self.restarts = 0
+        self._core = core
+        self._rules = supervision or Supervision()
+        self._state: EngineState = "starting"
+        self._info: EngineInfo | None = None
+        self._stats = EngineStats()
+        self._streams: dict[str, OutputStream] = {}
+        self._child: _Child | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._last_step_s = time.monotonic()
+
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineDead("the engine has not started")
+        return self._info
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the running engine, None while there is none."""
+        return None if self._child is None else self._child.pid
+
+    async def start(self) -> EngineInfo:
+        """Start the engine and wait until it is ready."""
+        try:
+            self._child = await self._launch()
+        except BaseException:
+            self._state = "dead"
+            raise
+        self._state = "ready"
+        self._supervisor = asyncio.create_task(self._supervise(self._child))
+        return self.info
+
+    async def generate(self, request: Request) -> AsyncIterator[Output]:
+        if request.request_id in self._streams:
+            raise InvalidInput(f"request {request.request_id!r} is already in flight", field="request_id")
+        stream = OutputStream(request)
+        if self._state != "ready" or self._child is None:
+            stream.end(FinishReason.ERROR, REFUSALS[self._state])
+            yield await stream.get()
+            return
+        if not self._streams:
+            self._last_step_s = time.monotonic()
+        self._streams[request.request_id] = stream
+        self._idle.clear()
+        self._child.send(Submit(request))
+        try:
+            while True:
+                output = await stream.get()
+                yield output
+                if output.finish is not None:
+                    return
+        finally:
+            self._forget(request.request_id)
+            if not stream.ended and self._child is not None:
+                self._child.send(Abort(request.request_id))
+
+    def abort(self, request_id: str) -> None:
+        if request_id in self._streams and self._child is not None:
+            self._child.send(Abort(request_id))
+
+    async def flush_prefix_cache(self) -> None:
+        if self._child is not None:
+            self._child.send(FlushPrefixCache())
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        """Take no more requests, let those in flight finish for `drain_s`, end the rest with `abort`, stop the process."""
+        if self._state != "dead":
+            self._state = "draining"
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), max(drain_s, 0.0))
+        self._end_all(FinishReason.ABORT, "the engine was shut down")
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.wait([self._supervisor])
+            self._supervisor = None
+        if self._child is not None:
+            child, self._child = self._child, None
+            child.send(Shutdown())
+            await child.dispose(self._rules.stop_timeout_s)
+        self._state = "dead"
+
+    async def _launch(self) -> _Child:
+        child = _Child(self.config, self._core, self._receive)
+        try:
+            async with asyncio.timeout(self._rules.start_timeout_s):
+                await asyncio.wait([child.ready, child.exited], return_when=asyncio.FIRST_COMPLETED)
+            if not child.ready.done():
+                raise child.failure(f"the engine process ended with code {child.exited.result()} while starting")
+            self._info = child.ready.result()
+            self._stats = EngineStats(free_blocks=self._info.num_blocks, total_blocks=self._info.num_blocks)
+            return child
+        except TimeoutError:
+            await child.dispose(0)
+            raise EngineDead(f"the engine was not ready after {self._rules.start_timeout_s:g} s") from None
+        except BaseException:
+            await child.dispose(0)
+            raise
+
+    async def _supervise(self, child: _Child) -> None:
+        failures = 0
+        started_s = time.monotonic()
+        while True:
+            reason = await self._watch(child)
+            log.error("%s; %d requests in flight end with an error", reason, len(self._streams))
+            self._child = None
+            draining = self._state == "draining"
+            if not draining:
+                self._state = "restarting"
+            self._end_all(FinishReason.ERROR, reason)
+            await child.dispose(0)
+            if draining:
+                return
+            failures = 0 if time.monotonic() - started_s > self._rules.healthy_s else failures
+            while True:
+                failures += 1
+                if failures > self._rules.max_restarts:
+                    log.error("the engine failed %d times in a row and is not started again", failures)
+                    self._state = "dead"
+                    return
+                await asyncio.sleep(min(self._rules.backoff_s * 2 ** (failures - 1), self._rules.max_backoff_s))
+                try:
+                    child = await self._launch()
+                    break
+                except (HeadraceError, OSError) as error:
+                    log.error("the engine did not start again: %s", error)
+            self._child = child
+            self._state = "ready"
+            self.restarts += 1
+            started_s = time.monotonic()
+            log.warning("the engine runs again as process %d", child.pid)
+
+    async def _watch(self, child: _Child) -> str:
+        """Return why `child` no longer serves; a hung process is as good as dead."""
+        limit_s = self._rules.stall_timeout_s
+        while True:
+            done, _ = await asyncio.wait([child.exited], timeout=limit_s / 4)
+            if done:
+                return str(child.failure(f"the engine process ended with code {child.exited.result()}"))
+            if self._streams and time.monotonic() - self._last_step_s > limit_s:
+                child.kill()
+                return f"the engine made no step for {limit_s:g} s and was killed"
+
+    def _receive(self, message: StepOutputs) -> None:
+        self._last_step_s = time.monotonic()
+        self._stats = message.stats
+        for output in message.outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is None:  # aborted meanwhile
+                continue
+            stream.put(output)
+            if stream.ended:
+                self._forget(output.request_id)
+
+    def _forget(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
+        if not self._streams:
+            self._idle.set()
+
+    def _end_all(self, reason: FinishReason, error: str) -> None:
+        for request_id, stream in list(self._streams.items()):
+            stream.end(reason, error)
+            self._forget(request_id)
+
+
+class _Child:
+    """One engine process with its sockets. `ready` and `exited` are futures of the loop it was made on."""
+
+    def __init__(self, config: EngineConfig, core: str, receive: Callable[[StepOutputs], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._receive = receive
+        self._failed: Failed | None = None
+        self.ready: asyncio.Future[EngineInfo] = self._loop.create_future()
+        self.exited: asyncio.Future[int] = self._loop.create_future()
+        self._folder = _socket_folder()
+        # A folder only this user may enter keeps others from talking to the engine.
+        to_engine, from_engine = f"ipc://{self._folder}/to", f"ipc://{self._folder}/from"
+        self._context = zmq.Context()
+        self._in: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
+        self._out: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
+        for socket in (self._in, self._out):
+            socket.set(zmq.LINGER, 0)
+            socket.set(zmq.RCVHWM, 0)
+            socket.set(zmq.SNDHWM, 0)
+        self._in.bind(from_engine)
+        self._out.connect(to_engine)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        orders = Orders(
+            config=config,
+            core=core,
+            to_engine=to_engine,
+            from_engine=from_engine,
+            folder=str(self._folder),
+            parent_pid=os.getpid(),
+            log_level=logging.getLevelName(log.getEffectiveLevel()),
+        )
+        # Not multiprocessing: it would import the caller's main module again. stdin is the line that tells the child
+        # that this process is gone.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "headrace.engine.child", msgspec.json.encode(orders).decode()],
+            stdin=subprocess.PIPE,
+        )
+        self.pid = self._process.pid
+        self._loop.add_reader(self._in.FD, self._drain)
+        threading.Thread(target=self._wait, name=f"wait-{self.pid}", daemon=True).start()
+
+    def send(self, message: ToEngine) -> None:
+        """Queue a message; never blocks. To a dead process it goes nowhere."""
+        if not self._out.closed:
+            with contextlib.suppress(zmq.Again):
+                self._out.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    def failure(self, otherwise: str) -> HeadraceError:
+        """What the process said about its end, as the error it was; `otherwise` if it said nothing."""
+        if self._failed is None:
+            return EngineDead(otherwise)
+        kind = getattr(errors, self._failed.kind, EngineDead)
+        return kind(self._failed.message, field=self._failed.field, remedy=self._failed.remedy)
+
+    def kill(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+
+    async def dispose(self, patience_s: float) -> None:
+        """Wait `patience_s` for the process to end by itself, then kill it; leaves no process, socket or file behind."""
+        done, _ = await asyncio.wait([self.exited], timeout=patience_s) if patience_s > 0 else (set(), set())
+        if not done:
+            self.kill()
+            await asyncio.wait([self.exited])
+        if not self._in.closed:
+            self._loop.remove_reader(self._in.FD)
+            self._in.close()
+            self._out.close()
+            self._context.term()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _drain(self) -> None:
+        """Take every message that is there: the descriptor signals only new arrivals, not remaining ones."""
+        while not self._in.closed:
+            try:
+                message = self._decoder.decode(self._in.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            match message:
+                case StepOutputs():
+                    self._receive(message)
+                case Ready(info):
+                    if not self.ready.done():
+                        self.ready.set_result(info)
+                case Failed():
+                    self._failed = message
+
+    def _wait(self) -> None:
+        code = self._process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop was closed without close()
+            self._loop.call_soon_threadsafe(self._on_exit, code)
+
+    def _on_exit(self, code: int) -> None:
+        self._drain()  # what it still said comes before its end
+        if not self.exited.done():
+            self.exited.set_result(code)
+
+
+def _socket_folder() -> Path:
+    """A new folder that only this user can enter, with a path short enough for a socket address (107 bytes)."""
+    folder = Path(tempfile.mkdtemp(prefix="headrace-"))
+    if len(bytes(folder)) > 95:
+        folder.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix="headrace-", dir="/tmp"))
+    return folder
