@@ -7,9 +7,10 @@ activation precision are separate arguments everywhere.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from headrace.base.errors import DoesNotFit, InvalidInput, UnsupportedModel
 from headrace.base.units import ceil_div
@@ -28,6 +29,9 @@ from headrace.spec.model import (
 )
 from headrace.spec.precision import Precision, kv_precision, precision
 from headrace.spec.tensors import PARTS, Part, Weight, weights
+
+if TYPE_CHECKING:
+    from headrace.spec.gguf import GGUFHeader
 
 CacheKind = Literal["full", "sliding", "chunked", "latent", "linear", "ssm"]
 
@@ -91,7 +95,7 @@ def weight_bytes(
     A precision with scales applies to matrices that tokens are multiplied by, except in the parts that stay at
     `unquantized_precision`: those given, else those the checkpoint names if this is its own precision, plus
     `UNQUANTIZED_PARTS`. Vectors (norms, biases, convolutions) always stay. Parts may be given as `part@layer`.
-    The bytes of a GGUF file's mix of types are those of its tensors: `headrace.spec.gguf.weight_bytes`.
+    The bytes of a GGUF file's mix of types are those of its tensors: `file_weight_bytes`.
     """
     chosen = precision(weights_precision or spec.checkpoint_precision)
     plain = precision(unquantized_precision)
@@ -131,6 +135,47 @@ def weights_read_bytes(
         copies = expected_experts(w.copies, w.active, batch_tokens) if w.copies > 1 else 1
         total += copies * _stored(w, chosen, plain, kept)
     return total
+
+
+def file_weight_bytes(header: GGUFHeader) -> WeightBytes:
+    """Bytes of the tensors of a GGUF file by part, whatever mix of types it holds (alignment left out)."""
+    by_part: dict[str, int] = dict.fromkeys(PARTS, 0)
+    for tensor in header.tensors.values():
+        by_part[gguf_part(tensor.name)] += tensor.nbytes
+    return WeightBytes(by_part)
+
+
+def file_weights_read_bytes(spec: ModelSpec, header: GGUFHeader, batch_tokens: int = 1) -> float:
+    """Expected bytes of a GGUF file's tensors that one step of `batch_tokens` tokens reads; as `weights_read_bytes`."""
+    if batch_tokens <= 0:
+        return 0.0
+    moe = next((layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoE)), None)
+    touched = 1.0 if moe is None else expected_experts(moe.num_experts, moe.top_k, batch_tokens) / moe.num_experts
+    total = 0.0
+    for part, count in file_weight_bytes(header).by_part.items():
+        if part == "embedding":
+            total += count if spec.tied_embeddings else 0
+        else:
+            total += count * (touched if part == "experts" else 1.0)
+    return total
+
+
+_GGUF_PARTS: tuple[tuple[str, Part], ...] = (
+    (r"^(token_embd|position_embd)", "embedding"),
+    (r"^output\.", "lm_head"),
+    (r"norm", "norms"),
+    (r"_shexp", "shared_experts"),
+    (r"_exps|_chexps", "experts"),
+    (r"ffn_gate_inp|exp_probs", "router"),
+    (r"attn|kv_a|kv_b", "attention"),
+    (r"ssm", "mixer"),
+    (r"ffn", "mlp"),
+)
+
+
+def gguf_part(name: str) -> Part:
+    """The part that a GGUF tensor belongs to, by its name; `extra` for anything else (rope factors)."""
+    return next((part for pattern, part in _GGUF_PARTS if re.search(pattern, name)), "extra")
 
 
 def expected_experts(num_experts: int, top_k: int, tokens: int) -> float:

@@ -34,6 +34,7 @@ _NUMPY: dict[int, str] = {
 _MAX_DIMS = 4
 _MAX_NESTING = 4
 _MAX_SPLITS = 10_000
+_MAX_VECTOR_BYTES = 1 << 16
 _SPLIT_NAME = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
 
 Value = Any
@@ -80,6 +81,18 @@ class GGUFHeader:
     def tensor_bytes(self) -> int:
         """Bytes of all tensors as stored, alignment left out."""
         return sum(t.nbytes for t in self.tensors.values())
+
+    def vector(self, name: str) -> tuple[float, ...]:
+        """The values of a small fp32 tensor (rope factors); empty where there is none. CorruptCheckpoint for any other type."""
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            return ()
+        if tensor.type.name != "f32" or tensor.nbytes > _MAX_VECTOR_BYTES:
+            raise CorruptCheckpoint(f"tensor {name!r} is not a short fp32 vector", field=name)
+        with tensor.path.open("rb") as file:
+            file.seek(tensor.offset)
+            values = np.frombuffer(file.read(tensor.nbytes), "<f4" if self.byte_order == "little" else ">f4")
+        return tuple(float(v) for v in values)
 
 
 def read_gguf(path: str | Path) -> GGUFHeader:

@@ -6,6 +6,7 @@ The converter permutes the query and key rows of some architectures so that rota
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -27,6 +28,8 @@ from headrace.spec.model import (
 )
 
 Build = Callable[["_Metadata"], ModelSpec]
+
+_GATING = {0: "softmax", 1: "softmax", 2: "sigmoid", 3: "softmax_after_top_k"}
 
 
 def spec_from_gguf(header: GGUFHeader, name: str = "") -> ModelSpec:
@@ -121,7 +124,12 @@ class _Metadata:
         theta = self.number("rope.freq_base", 10_000.0)
         if local:
             return Rope(self.number("rope.freq_base_swa", 10_000.0), rotary, interleaved)
-        return Rope(theta, rotary, interleaved, self._scaling())
+        factors = self.header.vector("rope_freqs.weight")
+        if factors and (len(factors) != rotary // 2 or min(factors) <= 0):
+            raise CorruptCheckpoint(
+                f"rope_freqs.weight has {len(factors)} factors for {rotary} dimensions", field="rope_freqs.weight"
+            )
+        return Rope(theta, rotary, interleaved, self._scaling(), factors)
 
     def _scaling(self) -> RopeScaling:
         kind = self.get("rope.scaling.type")
@@ -137,15 +145,23 @@ class _Metadata:
                 factor=factor,
                 original_max_context=original,
                 attention_factor=self.optional("rope.scaling.attn_factor"),
+                short_factors=self.header.vector("rope_factors_short.weight"),
+                long_factors=self.header.vector("rope_factors_long.weight"),
             )
         if kind not in ("linear", "yarn"):
             raise UnsupportedModel(f"rope scaling type {kind!r} is not supported", field="rope.scaling.type")
+        # The converter stores 0.1 · mscale_all_dim; equal mscale and mscale_all_dim leave cos and sin unscaled.
+        multiplier = self.optional("rope.scaling.yarn_log_multiplier")
+        mscale = None if multiplier is None else multiplier / 0.1
         return RopeScaling(
             cast(Any, kind),
             factor=self.number("rope.scaling.factor", 1.0),
             original_max_context=original,
             beta_fast=self.number("rope.scaling.yarn_beta_fast", 32.0),
             beta_slow=self.number("rope.scaling.yarn_beta_slow", 1.0),
+            mscale=mscale,
+            mscale_all_dim=mscale,
+            truncate=self.architecture != "gpt-oss",
         )
 
     def attention(
@@ -199,9 +215,10 @@ class _Metadata:
         if not 0 < top_k <= experts:
             raise self.wrong("expert_used_count", top_k)
         shared = f"blk.{i}.ffn_up_shexp.weight"
-        gating = {0: "softmax", 1: "softmax", 2: "sigmoid", 3: "softmax_after_top_k"}[
-            self.integer("expert_gating_func", 0) if self.integer("expert_gating_func", 0) in (0, 1, 2, 3) else 0
-        ]
+        gating = _GATING.get(self.integer("expert_gating_func", 1))
+        if gating is None:
+            raise self.wrong("expert_gating_func", self.get("expert_gating_func"))
+        normalized = self.get("expert_weights_norm")
         values: dict[str, Any] = {
             "num_experts": experts,
             "top_k": top_k,
@@ -213,9 +230,7 @@ class _Metadata:
             "router_correction": self.has(f"blk.{i}.exp_probs_b.bias") or self.has(f"blk.{i}.exp_probs_b"),
             "scoring": gating,
             "routed_scale": self.number("expert_weights_scale", 1.0) or 1.0,
-            "normalize_top_k": bool(
-                self.get("expert_weights_norm") if self.get("expert_weights_norm") is not None else True
-            ),
+            "normalize_top_k": True if normalized is None else bool(normalized),
             "num_groups": self.integer("expert_group_count", 1) or 1,
             "top_k_groups": self.integer("expert_group_used_count", 1) or 1,
         }
@@ -275,7 +290,10 @@ def _phi3(m: _Metadata) -> ModelSpec:
 
 
 def _gemma(model_type: str, norms: int, pattern: int) -> Build:
-    """Gemma 1 (no window), 2 (every other layer slides) and 3 (five of six slide, with their own rope)."""
+    """Gemma 1 (no window), 2 (every other layer slides) and 3 (five of six slide, with their own rope).
+
+    The converter has added the 1 of Gemma's 1 + w into the norm weights, so `norm_offset` stays False.
+    """
 
     def build(m: _Metadata) -> ModelSpec:
         size = m.integer("attention.sliding_window", 4096) if pattern else 0
@@ -322,6 +340,10 @@ def _deepseek2(m: _Metadata) -> ModelSpec:
     value = m.integer("attention.value_length_mla", m.integer("attention.value_length"))
     if key <= rope_dim:
         raise m.wrong("attention.key_length", key)
+    rope = m.rope(rope_dim, interleaved=True)
+    scale = key**-0.5
+    if rope.scaling.kind == "yarn" and rope.scaling.mscale_all_dim and rope.scaling.factor > 1:
+        scale *= (0.1 * rope.scaling.mscale_all_dim * math.log(rope.scaling.factor) + 1.0) ** 2
     mixer = LatentAttention(
         heads,
         m.integer("attention.q_lora_rank", 0) or None,
@@ -329,7 +351,8 @@ def _deepseek2(m: _Metadata) -> ModelSpec:
         nope_dim=key - rope_dim,
         rope_dim=rope_dim,
         v_dim=value,
-        rope=m.rope(rope_dim, interleaved=True),
+        rope=rope,
+        scale=scale,
     )
     layers = [Layer(mixer, m.feed_forward(i)) for i in range(m.num_layers)]
     corrected = any(isinstance(layer.mlp, MoE) and layer.mlp.router_correction for layer in layers)
