@@ -34,8 +34,10 @@ class SlotInit(msgspec.Struct, frozen=True):
 class BlockAppend(msgspec.Struct, frozen=True):
     """Block ids for logical block positions `first`, first+1, … of the slot's table in cache group `group`.
 
-    A position may be given again later (copy-on-write replaces a shared block). An id of -1 marks a block behind a
-    sliding window that is not kept; the executor never reads it.
+    A position may be given again later: the executor then uses the new block, whose computed content is the same. An id
+    of -1 marks a block behind a sliding window that is not kept. Blocks that fall behind the window while the sequence
+    runs are not announced: in a group with a window, an executor must never read a block that lies wholly before
+    position start - window + 1 of the chunk (its table may still name it, and it may belong to someone else by now).
     """
 
     slot: int

@@ -1,0 +1,51 @@
+"""The scheduler's settings, checked once and frozen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.base.errors import InvalidInput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits and policies of one scheduler; a wrong value raises `InvalidInput` naming the field.
+
+    `max_num_seqs`: sequences running at once (slots of the executor). `max_batched_tokens`: tokens computed per step.
+    `max_model_len`: prompt and generated tokens of one sequence. `max_prefill_tokens`: most prompt tokens per step
+    while others decode, which bounds their inter-token latency; None leaves it to the step's budget.
+    `order`, `eviction`, `admission`: names under `control/policies`. `watermark`: share of the pool that admission
+    keeps free for the growth of running sequences. `share_min`: a waiting request is held back for a running one that
+    computes its prefix if that spares it this share of its own prompt's missing tokens, and at least a block.
+    """
+
+    max_num_seqs: int
+    max_batched_tokens: int
+    max_model_len: int
+    max_prefill_tokens: int | None = None
+    prefix_caching: bool = True
+    order: str = "priority"
+    eviction: str = "lru"
+    admission: str = "reserve"
+    watermark: float = 0.01
+    share_min: float = 0.05
+
+    def __post_init__(self) -> None:
+        for field in ("max_num_seqs", "max_batched_tokens", "max_prefill_tokens"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise InvalidInput(f"must be at least 1, not {value}", field=field)
+        if self.max_model_len < 2:
+            raise InvalidInput(
+                f"must be at least 2 (one prompt token, one generated), not {self.max_model_len}", field="max_model_len"
+            )
+        if self.max_batched_tokens < self.max_num_seqs:
+            raise InvalidInput(
+                f"{self.max_batched_tokens} tokens per step cannot serve {self.max_num_seqs} sequences at one each",
+                field="max_batched_tokens",
+                remedy=f"raise it to {self.max_num_seqs} or more, or lower max_num_seqs",
+            )
+        for field in ("watermark", "share_min"):
+            value = getattr(self, field)
+            if not 0.0 <= value < 1.0:
+                raise InvalidInput(f"must lie in [0, 1), not {value}", field=field)
