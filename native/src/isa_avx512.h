@@ -1,0 +1,40 @@
+// 16 lanes as one 512-bit register.
+#pragma once
+#include <immintrin.h>
+
+namespace headrace::avx512 {
+
+struct F {
+  __m512 v;
+};
+inline F set1(float a) { return {_mm512_set1_ps(a)}; }
+inline F zero() { return {_mm512_setzero_ps()}; }
+inline F load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline void store(float* p, F a) { _mm512_storeu_ps(p, a.v); }
+inline F load_f16(const void* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
+inline void store_f16(void* p, F a) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)); }
+inline F load_bf16(const void* p) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
+}
+inline F load_s8(const void* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))}; }
+inline F load_u8(const void* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)))}; }
+inline F add(F a, F b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline F sub(F a, F b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline F mul(F a, F b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline F div(F a, F b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline F fma(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline F max(F a, F b) { return {_mm512_max_ps(a.v, b.v)}; }  // b where either is NaN
+inline F abs(F a) { return {_mm512_abs_ps(a.v)}; }
+inline F round(F a) { return {_mm512_roundscale_ps(a.v, 0)}; }
+inline F scale2(F a, F n) { return {_mm512_scalef_ps(a.v, n.v)}; }  // a * 2^n, n integral
+inline F zero_below(F x, float limit, F value) {  // value, but 0 where x < limit
+  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(limit), _CMP_NLT_UQ), value.v)};
+}
+inline F keep_lanes(F a, int lo, int hi, float other) {  // lanes in [lo, hi), `other` elsewhere
+  const unsigned up = hi >= 16 ? 0xffffu : hi <= 0 ? 0u : (1u << hi) - 1u;
+  const unsigned down = lo <= 0 ? 0u : lo >= 16 ? 0xffffu : (1u << lo) - 1u;
+  return {_mm512_mask_mov_ps(_mm512_set1_ps(other), (__mmask16)(up & ~down), a.v)};
+}
+inline void store_s8(int8_t* p, F a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a.v))); }
+
+}  // namespace headrace::avx512

@@ -1,0 +1,38 @@
+// 16 lanes as an array: the portable reference, and what a compiler vectorizes as well as it can.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "packed.h"
+
+namespace headrace::HR_ISA {
+
+struct F {
+  float v[16];
+};
+#define HR_LANES for (int i = 0; i < 16; i++)
+inline F set1(float x) { F r; HR_LANES r.v[i] = x; return r; }
+inline F zero() { return set1(0.0f); }
+inline F load(const float* p) { F r; std::memcpy(r.v, p, 64); return r; }
+inline void store(float* p, F x) { std::memcpy(p, x.v, 64); }
+inline F load_f16(const void* p) { F r; HR_LANES r.v[i] = half_to_float(read_u16((const uint8_t*)p + 2 * i)); return r; }
+inline void store_f16(void* p, F x) { HR_LANES { const uint16_t h = float_to_half(x.v[i]); std::memcpy((uint8_t*)p + 2 * i, &h, 2); } }
+inline F load_bf16(const void* p) { F r; HR_LANES r.v[i] = bf16_to_float(read_u16((const uint8_t*)p + 2 * i)); return r; }
+inline F load_s8(const void* p) { F r; HR_LANES r.v[i] = (float)((const int8_t*)p)[i]; return r; }
+inline F load_u8(const void* p) { F r; HR_LANES r.v[i] = (float)((const uint8_t*)p)[i]; return r; }
+inline F add(F a, F b) { HR_LANES a.v[i] += b.v[i]; return a; }
+inline F sub(F a, F b) { HR_LANES a.v[i] -= b.v[i]; return a; }
+inline F mul(F a, F b) { HR_LANES a.v[i] *= b.v[i]; return a; }
+inline F div(F a, F b) { HR_LANES a.v[i] /= b.v[i]; return a; }
+inline F fma(F a, F b, F c) { HR_LANES c.v[i] = a.v[i] * b.v[i] + c.v[i]; return c; }
+inline F max(F a, F b) { HR_LANES a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }  // b where either is NaN
+inline F abs(F a) { HR_LANES a.v[i] = std::fabs(a.v[i]); return a; }
+inline F round(F a) { HR_LANES a.v[i] = std::nearbyint(a.v[i]); return a; }
+inline F scale2(F a, F n) { HR_LANES a.v[i] = std::isfinite(n.v[i]) ? std::ldexp(a.v[i], (int)n.v[i]) : n.v[i]; return a; }
+inline F zero_below(F x, float limit, F value) { HR_LANES value.v[i] = x.v[i] < limit ? 0.0f : value.v[i]; return value; }
+inline F keep_lanes(F a, int lo, int hi, float other) { HR_LANES a.v[i] = i >= lo && i < hi ? a.v[i] : other; return a; }
+inline void store_s8(int8_t* p, F a) { HR_LANES { const float x = std::nearbyint(a.v[i]); p[i] = (int8_t)(x > 127 ? 127 : x < -128 ? -128 : x == x ? x : 0); } }
+#undef HR_LANES
+
+}  // namespace headrace

@@ -1,0 +1,84 @@
+// The operations that have one implementation per instruction set, as a table of functions chosen once at run time.
+#pragma once
+#include <cstdint>
+
+#include "packed.h"
+
+namespace headrace {
+
+enum class Activation : int { silu = 0, gelu_tanh = 1, gelu = 2, relu = 3, relu2 = 4 };
+enum class KvType : int { f16 = 0, f32 = 1, s8 = 2 };
+
+// One layer's part of a paged KV pool. Block b holds, for each KV head, keys [head_dim][block_tokens] (so that 16 tokens
+// of one dimension are one vector) and then values [block_tokens][value_dim]. s8 keeps one float scale per token and head
+// for keys and one for values, after the codes of all heads.
+struct KvPool {
+  KvType type = KvType::f16;
+  uint8_t* base = nullptr;  // first block of this layer
+  int64_t block_stride = 0;
+  int block_tokens = 16, kv_heads = 0, head_dim = 0, value_dim = 0;
+
+  int64_t element() const { return type == KvType::f32 ? 4 : type == KvType::f16 ? 2 : 1; }
+  uint8_t* keys(int64_t block, int head) const {
+    return base + block * block_stride + (int64_t)head * block_tokens * head_dim * element();
+  }
+  uint8_t* values(int64_t block, int head) const {
+    return base + block * block_stride + (int64_t)kv_heads * block_tokens * head_dim * element() +
+           (int64_t)head * block_tokens * value_dim * element();
+  }
+  float* key_scales(int64_t block, int head) const {  // s8 only, [block_tokens]
+    return reinterpret_cast<float*>(base + block * block_stride + (int64_t)kv_heads * block_tokens * (head_dim + value_dim)) +
+           (int64_t)head * block_tokens;
+  }
+  float* value_scales(int64_t block, int head) const {
+    return key_scales(block, kv_heads) + (int64_t)head * block_tokens;
+  }
+};
+
+// Query rows of one sequence against one KV head. Row i has position first_position + i and sees positions
+// (position - window, position]; `group` query heads share the KV head.
+struct AttentionItem {
+  const float* q = nullptr;  // row 0, first query head of the group; already scaled
+  int64_t q_stride = 0;      // floats between rows
+  float* out = nullptr;      // [rows][group * value_dim] at stride out_stride
+  int64_t out_stride = 0;
+  int rows = 0, group = 1;
+  int64_t first_position = 0;
+  int64_t window = 0;  // 0: all
+  float softcap = 0;   // 0: none
+  const float* sinks = nullptr;  // [group] or null
+  const int32_t* table = nullptr;  // block ids by logical position
+  int head = 0;
+};
+
+struct Kernels {
+  const char* name;
+  // x[k] -> int8 codes in groups of 32 (k padded with zeros to whole groups), scale per group, sums. NaN or infinity in a
+  // group makes its scale NaN, so that a broken row stays visibly broken.
+  void (*quantize)(const float* x, int64_t k, int8_t* codes, float* scales, int32_t* sums, int32_t* half_sums, float* weighted);
+  // out[row * ldo + lane] for 16 outputs of a tile and `rows` rows. Each (row, output) is accumulated over groups in
+  // ascending order whatever `rows` is: a row's result does not depend on its batch mates.
+  void (*gemm_q)(const Matrix& m, int64_t tile, const QRows& x, int64_t row0, int64_t rows, float* out, int64_t ldo);
+  // The same with float activations (exact weights): float formats, and quantized ones dequantized on the way.
+  void (*gemm_f)(const Matrix& m, int64_t tile, const float* x, int64_t ldx, int64_t rows, float* out, int64_t ldo);
+  void (*rms_norm)(const float* x, const float* weight, float offset, int64_t n, float eps, float* out);
+  // gate[i] = act(gate[i]) * up[i]
+  void (*gated)(Activation act, float* gate, const float* up, int64_t n);
+  void (*attention)(const KvPool& kv, const AttentionItem& item, float* scratch);
+  // Store keys [kv_heads * head_dim] and values of one token at (block, offset).
+  void (*store_kv)(const KvPool& kv, int64_t block, int offset, const float* k, const float* v);
+};
+
+// Floats of scratch that `attention` needs for contexts up to `context`.
+inline int64_t attention_scratch(int64_t context) { return 8 * (context + 64); }
+
+const Kernels* kernels_scalar();
+const Kernels* kernels_avx2();     // null where not compiled in
+const Kernels* kernels_avxvnni();
+const Kernels* kernels_avx512();   // AVX-512 F/BW/VL/DQ + VNNI
+const Kernels* kernels_neon();     // dot product extension
+
+// Best for this machine, or the one called `name`; null if it cannot run here.
+const Kernels* select_kernels(const char* name);
+
+}  // namespace headrace

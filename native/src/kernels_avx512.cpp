@@ -1,0 +1,127 @@
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define HR_ISA avx512
+#include "isa_avx512.h"
+#include "kernels_impl.h"
+
+namespace headrace::avx512 {
+
+// The 8 lines of a group as unsigned bytes; the offset that makes them so goes into `zero_of`.
+template <Codes C>
+inline void load_lines(const uint8_t* q, __m512i* w) {
+  if constexpr (C == Codes::s8) {
+    const __m512i flip = _mm512_set1_epi8((char)0x80);
+    for (int j = 0; j < 8; j++) w[j] = _mm512_xor_si512(_mm512_loadu_si512(q + 64 * j), flip);
+    return;
+  }
+  const __m512i nibble = _mm512_set1_epi8(15);
+  for (int j = 0; j < 4; j++) {
+    const __m512i v = _mm512_loadu_si512(q + 64 * j);
+    w[j] = _mm512_and_si512(v, nibble);
+    w[j + 4] = _mm512_and_si512(_mm512_srli_epi16(v, 4), nibble);
+  }
+  if constexpr (C == Codes::u5) {
+    const __m512i high = _mm512_loadu_si512(q + 256), bit = _mm512_set1_epi8(16);
+    for (int j = 0; j < 8; j++) {
+      const __mmask64 set = _mm512_test_epi8_mask(high, _mm512_set1_epi8((char)(1 << j)));
+      w[j] = _mm512_mask_or_epi64(w[j], 0xff, w[j], _mm512_maskz_mov_epi8(set, bit));
+    }
+  }
+  if constexpr (C == Codes::u6) {
+    const __m512i pair = _mm512_set1_epi8(3);
+    for (int p = 0; p < 2; p++) {
+      const __m512i high = _mm512_loadu_si512(q + 256 + 64 * p);
+      for (int i = 0; i < 4; i++) {
+        const __m512i two = _mm512_and_si512(_mm512_srli_epi16(high, 2 * i), pair);
+        w[4 * p + i] = _mm512_or_si512(w[4 * p + i], _mm512_slli_epi16(two, 4));
+      }
+    }
+  }
+}
+
+template <Codes C, Scales S, int R>
+static void rows_of(const Matrix& m, const uint8_t* tile, const QRows& x, int64_t row0, float* out, int64_t ldo) {
+  constexpr int flipped = C == Codes::s8 ? 128 : 0;
+  const int zero_point = m.format.zero + flipped;  // added to the codes by the format or by load_lines
+  __m512 acc[R];
+  for (auto& a : acc) a = _mm512_setzero_ps();
+  const int64_t groups = m.groups;
+  const int8_t* codes = x.codes + row0 * groups * kGroup;
+  const int64_t at = row0 * groups;
+  for (int64_t g = 0; g < groups; g++) {
+    const uint8_t* s = m.group(tile, g);
+    const uint8_t* q = s + group_scale_bytes(S);
+    __m512i w[8];
+    load_lines<C>(q, w);
+    __m512 d, d1 = _mm512_setzero_ps(), mn = _mm512_setzero_ps();
+    if constexpr (S == Scales::plain) d = load_f16(s).v;
+    if constexpr (S == Scales::min) {
+      d = load_f16(s).v;
+      mn = load_f16(s + 32).v;
+    }
+    if constexpr (S == Scales::kmin) {
+      const uint8_t* top = m.super(tile, g);
+      d = mul(load_f16(top), load_u8(s)).v;
+      mn = sub(zero(), mul(load_f16(top + 32), load_u8(s + 16))).v;
+    }
+    if constexpr (S == Scales::k16) {
+      const F top = load_f16(m.super(tile, g));
+      d = mul(top, load_s8(s)).v;
+      d1 = mul(top, load_s8(s + 16)).v;
+    }
+    for (int r = 0; r < R; r++) {
+      const int8_t* xr = codes + (r * groups + g) * kGroup;
+      const int64_t i = at + r * groups + g;
+      int32_t x4[8];
+      std::memcpy(x4, xr, 32);
+      const __m512 xs = _mm512_set1_ps(x.scales[i]);
+      if constexpr (S == Scales::k16) {
+        __m512i a = _mm512_set1_epi32(-zero_point * x.half_sums[i]);
+        __m512i b = _mm512_set1_epi32(-zero_point * (x.sums[i] - x.half_sums[i]));
+        for (int j = 0; j < 4; j++) a = _mm512_dpbusd_epi32(a, w[j], _mm512_set1_epi32(x4[j]));
+        for (int j = 4; j < 8; j++) b = _mm512_dpbusd_epi32(b, w[j], _mm512_set1_epi32(x4[j]));
+        acc[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(a), _mm512_mul_ps(d, xs), acc[r]);
+        acc[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(b), _mm512_mul_ps(d1, xs), acc[r]);
+      } else {
+        __m512i a = S == Scales::plain ? _mm512_set1_epi32(-zero_point * x.sums[i]) : _mm512_setzero_si512();
+        for (int j = 0; j < 8; j++) a = _mm512_dpbusd_epi32(a, w[j], _mm512_set1_epi32(x4[j]));
+        acc[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(a), _mm512_mul_ps(d, xs), acc[r]);
+        if constexpr (S == Scales::min || S == Scales::kmin) acc[r] = _mm512_fmadd_ps(mn, _mm512_set1_ps(x.weighted[i]), acc[r]);
+      }
+    }
+  }
+  for (int r = 0; r < R; r++) _mm512_storeu_ps(out + r * ldo, acc[r]);
+}
+
+template <Codes C, Scales S>
+static void tile_of(const Matrix& m, int64_t t, const QRows& x, int64_t row0, int64_t rows, float* out, int64_t ldo) {
+  const uint8_t* tile = m.tile(t);
+  int64_t r = 0;
+  for (; r + 8 <= rows; r += 8) rows_of<C, S, 8>(m, tile, x, row0 + r, out + r * ldo, ldo);
+  if (r + 4 <= rows) {
+    rows_of<C, S, 4>(m, tile, x, row0 + r, out + r * ldo, ldo);
+    r += 4;
+  }
+  switch (rows - r) {
+    case 3: return rows_of<C, S, 3>(m, tile, x, row0 + r, out + r * ldo, ldo);
+    case 2: return rows_of<C, S, 2>(m, tile, x, row0 + r, out + r * ldo, ldo);
+    case 1: return rows_of<C, S, 1>(m, tile, x, row0 + r, out + r * ldo, ldo);
+    default: return;
+  }
+}
+#include "dispatch_q.h"
+
+}  // namespace headrace::avx512
+
+namespace headrace {
+const Kernels* kernels_avx512() {
+  using namespace avx512;
+  static const Kernels table{"avx512-vnni", quantize, gemm_q, gemm_f, rms_norm, gated, attention, store_kv};
+  return &table;
+}
+}  // namespace headrace
+#else
+#include "kernels.h"
+namespace headrace {
+const Kernels* kernels_avx512() { return nullptr; }
+}  // namespace headrace
+#endif

@@ -1,0 +1,428 @@
+// Everything written once over 16-lane vectors. Included after an isa_*.h by each kernels_*.cpp, in namespace HR_ISA;
+// that file supplies `gemm_q` and exports the table.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "kernels.h"
+
+namespace headrace::HR_ISA {
+
+// One fixed reduction tree for every instruction set.
+inline float sum_lanes(F a) {
+  float v[16];
+  store(v, a);
+  for (int w = 8; w > 0; w >>= 1)
+    for (int i = 0; i < w; i++) v[i] += v[i + w];
+  return v[0];
+}
+inline float max_lanes(F a) {
+  float v[16];
+  store(v, a);
+  for (int w = 8; w > 0; w >>= 1)
+    for (int i = 0; i < w; i++) v[i] = v[i] > v[i + w] ? v[i] : v[i + w];
+  return v[0];
+}
+
+// exp with about 1 ulp of error; 0 below -87, NaN stays NaN. Range reduction by ln 2 in two parts, then a Taylor-like
+// minimax polynomial on [-ln2/2, ln2/2].
+inline F exp(F x) {
+  const F low = set1(-87.33654f), high = set1(88.37626f);
+  F c = max(low, x);
+  c = sub(zero(), max(sub(zero(), high), sub(zero(), c)));  // min(high, c), NaN kept
+  const F n = round(mul(c, set1(1.44269504088896341f)));
+  F r = fma(n, set1(-0.693359375f), c);
+  r = fma(n, set1(2.12194440e-4f), r);
+  F p = set1(1.9875691500e-4f);
+  p = fma(p, r, set1(1.3981999507e-3f));
+  p = fma(p, r, set1(8.3334519073e-3f));
+  p = fma(p, r, set1(4.1665795894e-2f));
+  p = fma(p, r, set1(1.6666665459e-1f));
+  p = fma(p, r, set1(5.0000001201e-1f));
+  p = fma(p, mul(r, r), add(r, set1(1.0f)));
+  return zero_below(x, -87.33654f, scale2(p, n));
+}
+inline F tanh(F x) {  // 1 - 2 / (exp(2x) + 1)
+  return sub(set1(1.0f), div(set1(2.0f), add(exp(add(x, x)), set1(1.0f))));
+}
+
+static void quantize(const float* x, int64_t k, int8_t* codes, float* scales, int32_t* sums, int32_t* half_sums, float* weighted) {
+  const int64_t groups = (k + kGroup - 1) / kGroup;
+  for (int64_t g = 0; g < groups; g++) {
+    float tail[kGroup];
+    const float* p = x + g * kGroup;
+    if ((g + 1) * kGroup > k) {
+      for (int i = 0; i < kGroup; i++) tail[i] = g * kGroup + i < k ? p[i] : 0.0f;
+      p = tail;
+    }
+    const F a = load(p), b = load(p + 16);
+    const float top = max_lanes(max(abs(a), abs(b)));
+    const float broken = sum_lanes(fma(a, zero(), mul(b, zero())));  // 0, or NaN if anything is NaN or infinite
+    const float scale = top / 127.0f + broken;
+    const float inverse = top > 0 && broken == 0 ? 127.0f / top : 0.0f;
+    int8_t* q = codes + g * kGroup;
+    store_s8(q, round(mul(a, set1(inverse))));
+    store_s8(q + 16, round(mul(b, set1(inverse))));
+    int32_t s0 = 0, s1 = 0;
+    for (int i = 0; i < 16; i++) s0 += q[i];
+    for (int i = 16; i < 32; i++) s1 += q[i];
+    scales[g] = scale;
+    sums[g] = s0 + s1;
+    half_sums[g] = s0;
+    weighted[g] = scale * (float)(s0 + s1);
+  }
+}
+
+// ---- float activations
+
+// The 32 inputs of one group as exact floats, [32][16 outputs].
+static void dequantize_group(const Matrix& m, const uint8_t* tile, int64_t g, float* out) {
+  const uint8_t* s = m.group(tile, g);
+  const uint8_t* q = s + group_scale_bytes(m.format.scales);
+  uint8_t line[64];
+  F d0 = zero(), d1 = zero(), mn = zero();
+  float zero_point = (float)m.format.zero;
+  switch (m.format.scales) {
+    case Scales::plain: d0 = d1 = load_f16(s); break;
+    case Scales::min: d0 = d1 = load_f16(s); mn = load_f16(s + 32); break;
+    case Scales::kmin: {
+      const uint8_t* top = m.super(tile, g);
+      d0 = d1 = mul(load_f16(top), load_u8(s));
+      mn = sub(zero(), mul(load_f16(top + 32), load_u8(s + 16)));
+      break;
+    }
+    case Scales::k16: {
+      const F top = load_f16(m.super(tile, g));
+      d0 = mul(top, load_s8(s));
+      d1 = mul(top, load_s8(s + 16));
+      zero_point = 32.0f;
+      break;
+    }
+    default: break;
+  }
+  for (int j = 0; j < 8; j++) {
+    const F d = j < 4 ? d0 : d1;
+    if (m.format.codes == Codes::s8) {
+      std::memcpy(line, q + j * 64, 64);
+    } else {
+      for (int b = 0; b < 64; b++) line[b] = (q[(j & 3) * 64 + b] >> (j >= 4 ? 4 : 0)) & 15;
+      if (m.format.codes == Codes::u5)
+        for (int b = 0; b < 64; b++) line[b] |= ((q[256 + b] >> j) & 1) << 4;
+      if (m.format.codes == Codes::u6)
+        for (int b = 0; b < 64; b++) line[b] |= ((q[256 + (j >> 2) * 64 + b] >> (2 * (j & 3))) & 3) << 4;
+    }
+    for (int i = 0; i < 4; i++) {
+      float code[16];
+      if (m.format.codes == Codes::s8)
+        for (int o = 0; o < 16; o++) code[o] = (float)(int8_t)line[o * 4 + i];
+      else
+        for (int o = 0; o < 16; o++) code[o] = (float)line[o * 4 + i];
+      F v = sub(load(code), set1(zero_point));
+      v = m.format.scales == Scales::min || m.format.scales == Scales::kmin ? fma(d, load(code), mn) : mul(d, v);
+      store(out + (j * 4 + i) * kTile, v);
+    }
+  }
+}
+
+template <int R>
+static void dense_rows(const float* w, int64_t k, const float* x, int64_t ldx, F* acc) {
+  for (int64_t i = 0; i < k; i++) {
+    const F v = load(w + i * kTile);
+    for (int r = 0; r < R; r++) acc[r] = fma(v, set1(x[r * ldx + i]), acc[r]);
+  }
+}
+
+template <Codes C, int R>
+static void float_rows(const uint8_t* w, int64_t k, const float* x, int64_t ldx, float* out, int64_t ldo) {
+  F acc[R];
+  for (int r = 0; r < R; r++) acc[r] = zero();
+  for (int64_t i = 0; i < k; i++) {
+    F v;
+    if constexpr (C == Codes::f32) v = load((const float*)w + i * kTile);
+    if constexpr (C == Codes::f16) v = load_f16(w + i * kTile * 2);
+    if constexpr (C == Codes::bf16) v = load_bf16(w + i * kTile * 2);
+    for (int r = 0; r < R; r++) acc[r] = fma(v, set1(x[r * ldx + i]), acc[r]);
+  }
+  for (int r = 0; r < R; r++) store(out + r * ldo, acc[r]);
+}
+
+template <Codes C>
+static void float_tile(const uint8_t* w, int64_t k, const float* x, int64_t ldx, int64_t rows, float* out, int64_t ldo) {
+  int64_t r = 0;
+  for (; r + 8 <= rows; r += 8) float_rows<C, 8>(w, k, x + r * ldx, ldx, out + r * ldo, ldo);
+  for (; r + 4 <= rows; r += 4) float_rows<C, 4>(w, k, x + r * ldx, ldx, out + r * ldo, ldo);
+  for (; r < rows; r++) float_rows<C, 1>(w, k, x + r * ldx, ldx, out + r * ldo, ldo);
+}
+
+static void gemm_f(const Matrix& m, int64_t t, const float* x, int64_t ldx, int64_t rows, float* out, int64_t ldo) {
+  const uint8_t* tile = m.tile(t);
+  switch (m.format.codes) {
+    case Codes::f32: return float_tile<Codes::f32>(tile, m.k, x, ldx, rows, out, ldo);
+    case Codes::f16: return float_tile<Codes::f16>(tile, m.k, x, ldx, rows, out, ldo);
+    case Codes::bf16: return float_tile<Codes::bf16>(tile, m.k, x, ldx, rows, out, ldo);
+    default: break;
+  }
+  float w[kGroup * kTile];
+  for (int64_t r = 0; r < rows; r++) store(out + r * ldo, zero());
+  for (int64_t g = 0; g < m.groups; g++) {
+    dequantize_group(m, tile, g, w);
+    const int64_t k = std::min<int64_t>(kGroup, m.k - g * kGroup);
+    const float* xg = x + g * kGroup;
+    int64_t r = 0;
+    for (; r + 8 <= rows; r += 8) {
+      F acc[8];
+      for (int i = 0; i < 8; i++) acc[i] = load(out + (r + i) * ldo);
+      dense_rows<8>(w, k, xg + r * ldx, ldx, acc);
+      for (int i = 0; i < 8; i++) store(out + (r + i) * ldo, acc[i]);
+    }
+    for (; r < rows; r++) {
+      F acc[1] = {load(out + r * ldo)};
+      dense_rows<1>(w, k, xg + r * ldx, ldx, acc);
+      store(out + r * ldo, acc[0]);
+    }
+  }
+}
+
+// ---- row operations
+
+static void rms_norm(const float* x, const float* weight, float offset, int64_t n, float eps, float* out) {
+  F acc = zero();
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    const F v = load(x + i);
+    acc = fma(v, v, acc);
+  }
+  float sum = sum_lanes(acc);
+  for (; i < n; i++) sum += x[i] * x[i];
+  const float r = 1.0f / std::sqrt(sum / (float)n + eps);
+  const F rv = set1(r), off = set1(offset);
+  for (i = 0; i + 16 <= n; i += 16) store(out + i, mul(mul(load(x + i), rv), add(load(weight + i), off)));
+  for (; i < n; i++) out[i] = x[i] * r * (weight[i] + offset);
+}
+
+inline F activate(Activation act, F g) {
+  switch (act) {
+    case Activation::silu: return div(g, add(set1(1.0f), exp(sub(zero(), g))));
+    case Activation::gelu_tanh: {
+      const F inner = mul(set1(0.7978845608f), fma(mul(set1(0.044715f), mul(g, g)), g, g));
+      return mul(mul(set1(0.5f), g), add(set1(1.0f), tanh(inner)));
+    }
+    case Activation::gelu: {
+      float v[16];
+      store(v, g);
+      for (float& x : v) x = 0.5f * x * (1.0f + std::erf(x * 0.70710678118f));
+      return load(v);
+    }
+    case Activation::relu: return max(zero(), g);
+    case Activation::relu2: {
+      const F r = max(zero(), g);
+      return mul(r, r);
+    }
+  }
+  return g;
+}
+
+static void gated(Activation act, float* gate, const float* up, int64_t n) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) store(gate + i, mul(activate(act, load(gate + i)), load(up + i)));
+  if (i < n) {
+    float g[16] = {0}, u[16] = {0};
+    std::memcpy(g, gate + i, (n - i) * 4);
+    std::memcpy(u, up + i, (n - i) * 4);
+    store(g, mul(activate(act, load(g)), load(u)));
+    std::memcpy(gate + i, g, (n - i) * 4);
+  }
+}
+
+// ---- attention
+
+template <KvType T>
+inline F load_kv(const uint8_t* p, int64_t element) {
+  if constexpr (T == KvType::f16) return load_f16(p + element * 2);
+  if constexpr (T == KvType::f32) return load((const float*)p + element);
+  return load_s8(p + element);
+}
+
+// Scores of R (row, head) pairs over 16 tokens.
+template <KvType T, int R>
+static void score_block(const uint8_t* keys, int block_tokens, int offset, int head_dim, const float* const* q, F* s) {
+  for (int r = 0; r < R; r++) s[r] = zero();
+  for (int d = 0; d < head_dim; d++) {
+    const F k = load_kv<T>(keys, (int64_t)d * block_tokens + offset);
+    for (int r = 0; r < R; r++) s[r] = fma(k, set1(q[r][d]), s[r]);
+  }
+}
+
+// out[r][dims] += sum over tokens [from, to) of p[r][t] * V[t]; N vectors of 16 dims at `dim`, R rows.
+template <KvType T, int R, int N>
+static void mix_values(const KvPool& kv, const int32_t* table, int head, int64_t from, int64_t to, const float* const* p, int dim, F* acc) {
+  const int bt = kv.block_tokens, dv = kv.value_dim;
+  for (int64_t t = from; t < to;) {
+    const int64_t block = t / bt;
+    const int64_t end = std::min<int64_t>(to, (block + 1) * bt);
+    const uint8_t* values = kv.values(table[block], head);
+    for (; t < end; t++) {
+      F v[N];
+      for (int n = 0; n < N; n++) v[n] = load_kv<T>(values, (t - block * bt) * dv + dim + n * 16);
+      for (int r = 0; r < R; r++) {
+        const F w = set1(p[r][t]);
+        for (int n = 0; n < N; n++) acc[r * N + n] = fma(w, v[n], acc[r * N + n]);
+      }
+    }
+  }
+}
+
+template <KvType T, int R, int N>
+static void mix_rows(const KvPool& kv, const AttentionItem& it, const float* const* p, const int64_t* lo, const int64_t* hi,
+                     const float* inverse, float* const* out) {
+  int64_t common_lo = lo[0], common_hi = hi[0];
+  for (int r = 1; r < R; r++) {
+    common_lo = std::max(common_lo, lo[r]);
+    common_hi = std::min(common_hi, hi[r]);
+  }
+  if (common_hi < common_lo) common_hi = common_lo = std::min(common_lo, hi[0]);
+  for (int dim = 0; dim < kv.value_dim; dim += 16 * N) {
+    F acc[R * N];
+    for (auto& a : acc) a = zero();
+    // Each row adds its tokens in ascending order, alone or with its mates, so grouping never changes a result. A token
+    // outside a row's range is never read for it: what lies there may belong to nobody.
+    if (common_lo < common_hi) {
+      for (int r = 0; r < R; r++) mix_values<T, 1, N>(kv, it.table, it.head, lo[r], common_lo, p + r, dim, acc + r * N);
+      mix_values<T, R, N>(kv, it.table, it.head, common_lo, common_hi, p, dim, acc);
+      for (int r = 0; r < R; r++) mix_values<T, 1, N>(kv, it.table, it.head, common_hi, hi[r], p + r, dim, acc + r * N);
+    } else {
+      for (int r = 0; r < R; r++) mix_values<T, 1, N>(kv, it.table, it.head, lo[r], hi[r], p + r, dim, acc + r * N);
+    }
+    for (int r = 0; r < R; r++)
+      for (int n = 0; n < N; n++) store(out[r] + dim + n * 16, mul(acc[r * N + n], set1(inverse[r])));
+  }
+}
+
+template <KvType T, int R>
+static void attend(const KvPool& kv, const AttentionItem& it, int first_pair, float* scratch, int64_t width) {
+  const float* q[R];
+  float* p[R];
+  const float* pc[R];
+  float* out[R];
+  int64_t lo[R], hi[R];
+  int64_t start = std::numeric_limits<int64_t>::max(), stop = 0;
+  for (int r = 0; r < R; r++) {
+    const int row = (first_pair + r) / it.group, h = (first_pair + r) % it.group;
+    const int64_t position = it.first_position + row;
+    q[r] = it.q + row * it.q_stride + (int64_t)h * kv.head_dim;
+    out[r] = it.out + row * it.out_stride + (int64_t)h * kv.value_dim;
+    hi[r] = position + 1;
+    lo[r] = it.window > 0 ? std::max<int64_t>(0, position + 1 - it.window) : 0;
+    start = std::min(start, lo[r]);
+    stop = std::max(stop, hi[r]);
+  }
+  const int bt = kv.block_tokens;
+  start = start / 16 * 16;
+  for (int r = 0; r < R; r++) pc[r] = p[r] = scratch + r * width - start;
+  F top[R];
+  const float minus_inf = -std::numeric_limits<float>::infinity();
+  for (auto& t : top) t = set1(minus_inf);
+  for (int64_t t = start; t < stop; t += 16) {
+    const int32_t block = it.table[t / bt];
+    F s[R];
+    score_block<T, R>(kv.keys(block, it.head), bt, (int)(t % bt), kv.head_dim, q, s);
+    for (int r = 0; r < R; r++) {
+      if constexpr (T == KvType::s8) s[r] = mul(s[r], load(kv.key_scales(block, it.head) + t % bt));
+      if (it.softcap > 0) s[r] = mul(set1(it.softcap), tanh(mul(s[r], set1(1.0f / it.softcap))));
+      if (t < lo[r] || t + 16 > hi[r]) s[r] = keep_lanes(s[r], (int)(lo[r] - t), (int)std::min<int64_t>(hi[r] - t, 16), minus_inf);
+      store(p[r] + t, s[r]);
+      top[r] = max(s[r], top[r]);
+    }
+  }
+  float inverse[R];
+  for (int r = 0; r < R; r++) {
+    float m = max_lanes(top[r]);
+    const float* sink = it.sinks == nullptr ? nullptr : it.sinks + (first_pair + r) % it.group;
+    if (sink != nullptr) m = std::max(m, *sink);
+    const F mv = set1(m);
+    F sum = zero();
+    // From this row's own first vector on, so that the sum does not depend on the rows beside it.
+    for (int64_t t = lo[r] / 16 * 16; t < hi[r]; t += 16) {
+      const F e = exp(sub(load(p[r] + t), mv));
+      sum = add(sum, e);
+      if constexpr (T == KvType::s8) {
+        store(p[r] + t, mul(e, load(kv.value_scales(it.table[t / bt], it.head) + t % bt)));
+      } else {
+        store(p[r] + t, e);
+      }
+    }
+    float total = sum_lanes(sum);
+    if (sink != nullptr) {
+      float e[16];
+      store(e, exp(set1(*sink - m)));
+      total += e[0];
+    }
+    inverse[r] = 1.0f / total;
+  }
+  constexpr int half = R > 4 ? 4 : R;
+  for (int r = 0; r < R; r += half) {
+    if (kv.value_dim % 64 == 0)
+      mix_rows<T, half, 4>(kv, it, pc + r, lo + r, hi + r, inverse + r, out + r);
+    else
+      mix_rows<T, half, 1>(kv, it, pc + r, lo + r, hi + r, inverse + r, out + r);
+  }
+}
+
+template <KvType T>
+static void attention_of(const KvPool& kv, const AttentionItem& it, float* scratch) {
+  const int pairs = it.rows * it.group;
+  const int64_t width = (it.first_position + it.rows + 31) / 16 * 16;
+  int i = 0;
+  for (; i + 8 <= pairs; i += 8) attend<T, 8>(kv, it, i, scratch, width);
+  for (; i + 4 <= pairs; i += 4) attend<T, 4>(kv, it, i, scratch, width);
+  for (; i + 3 <= pairs; i += 3) attend<T, 3>(kv, it, i, scratch, width);
+  for (; i < pairs; i++) attend<T, 1>(kv, it, i, scratch, width);
+}
+
+static void attention(const KvPool& kv, const AttentionItem& it, float* scratch) {
+  switch (kv.type) {
+    case KvType::f16: return attention_of<KvType::f16>(kv, it, scratch);
+    case KvType::f32: return attention_of<KvType::f32>(kv, it, scratch);
+    case KvType::s8: return attention_of<KvType::s8>(kv, it, scratch);
+  }
+}
+
+static void store_kv(const KvPool& kv, int64_t block, int offset, const float* k, const float* v) {
+  const int bt = kv.block_tokens, dk = kv.head_dim, dv = kv.value_dim;
+  for (int h = 0; h < kv.kv_heads; h++) {
+    uint8_t* keys = kv.keys(block, h);
+    uint8_t* values = kv.values(block, h);
+    const float* kh = k + (int64_t)h * dk;
+    const float* vh = v + (int64_t)h * dv;
+    if (kv.type == KvType::f32) {
+      for (int d = 0; d < dk; d++) ((float*)keys)[d * bt + offset] = kh[d];
+      std::memcpy((float*)values + (int64_t)offset * dv, vh, dv * 4);
+    } else if (kv.type == KvType::f16) {
+      uint16_t half[16];
+      for (int d = 0; d < dk; d += 16) {
+        store_f16(half, load(kh + d));
+        for (int i = 0; i < 16; i++) ((uint16_t*)keys)[(d + i) * bt + offset] = half[i];
+      }
+      for (int d = 0; d < dv; d += 16) store_f16((uint16_t*)values + (int64_t)offset * dv + d, load(vh + d));
+    } else {
+      const auto code = [](const float* x, int n, float* scale, int8_t* out) {
+        F top = zero(), broken = zero();
+        for (int d = 0; d < n; d += 16) {
+          top = max(abs(load(x + d)), top);
+          broken = fma(load(x + d), zero(), broken);
+        }
+        const float m = max_lanes(top), bad = sum_lanes(broken);
+        *scale = m / 127.0f + bad;
+        const F inverse = set1(m > 0 && bad == 0 ? 127.0f / m : 0.0f);
+        for (int d = 0; d < n; d += 16) store_s8(out + d, round(mul(load(x + d), inverse)));
+      };
+      int8_t row[1024];
+      code(kh, dk, kv.key_scales(block, h) + offset, row);
+      for (int d = 0; d < dk; d++) ((int8_t*)keys)[d * bt + offset] = row[d];
+      code(vh, dv, kv.value_scales(block, h) + offset, (int8_t*)values + (int64_t)offset * dv);
+    }
+  }
+}
+
+}  // namespace headrace::HR_ISA

@@ -1,0 +1,4 @@
+#include "kernels.h"
+namespace headrace {
+const Kernels* kernels_neon() { return nullptr; }
+}  // namespace headrace

@@ -1,0 +1,405 @@
+#include "model.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+namespace headrace {
+namespace {
+constexpr int64_t kRowChunk = 64;     // rows of one GEMM item: enough to reuse a tile's weights, few enough to share out
+constexpr int64_t kItemBytes = 24576;  // weights of one GEMM item at few rows: amortizes the hand-out, leaves many items
+constexpr int64_t kSerialRows = 4;    // below this, a row operation costs less than waking anyone
+constexpr int kAttentionRows = 16;
+
+// Rotate the first `dim` values of a head.
+void rotate(float* x, const float* cos, const float* sin, int dim, bool interleaved) {
+  const int half = dim / 2;
+  if (interleaved) {
+    for (int i = 0; i < half; i++) {
+      const float a = x[2 * i], b = x[2 * i + 1];
+      x[2 * i] = a * cos[i] - b * sin[i];
+      x[2 * i + 1] = b * cos[i] + a * sin[i];
+    }
+  } else {
+    for (int i = 0; i < half; i++) {
+      const float a = x[i], b = x[i + half];
+      x[i] = a * cos[i] - b * sin[i];
+      x[i + half] = b * cos[i] + a * sin[i];
+    }
+  }
+}
+}  // namespace
+
+QRows Model::QBuffer::view(int64_t rows, int64_t k) {
+  QRows q;
+  q.rows = rows;
+  q.groups = (k + kGroup - 1) / kGroup;
+  const size_t n = rows * q.groups;
+  q.codes = fit(codes, n * kGroup);
+  q.scales = fit(scales, n);
+  q.weighted = fit(weighted, n);
+  q.sums = fit(sums, n);
+  q.half_sums = fit(half_sums, n);
+  return q;
+}
+
+bool Model::wants_codes(const Linear& w) const {
+  for (const auto& m : w.parts)
+    if (wants_codes(m)) return true;
+  return false;
+}
+
+void Model::each_row(int64_t rows, const std::function<void(int64_t)>& body) {
+  if (rows <= kSerialRows) {
+    for (int64_t r = 0; r < rows; r++) body(r);
+    return;
+  }
+  const int64_t step = std::max<int64_t>(1, std::min<int64_t>(16, rows / (4 * pool_->threads())));
+  pool_->run((rows + step - 1) / step, [&](int64_t item, int) {
+    for (int64_t r = item * step; r < std::min(rows, (item + 1) * step); r++) body(r);
+  });
+}
+
+void Model::tile_rows(const Matrix& m, int64_t tile, const float* x, int64_t ldx, const QRows& q, int64_t row0, int64_t rows, float* out, int64_t ldo) const {
+  if (wants_codes(m))
+    k_->gemm_q(m, tile, q, row0, rows, out, ldo);
+  else
+    k_->gemm_f(m, tile, x + row0 * ldx, ldx, rows, out, ldo);
+}
+
+void Model::gemm(const Linear& w, const float* x, int64_t ldx, const QRows& q, int64_t rows, float* out, int64_t ldo) {
+  int64_t tiles = 0, bytes = 0;
+  for (const auto& m : w.parts) {
+    tiles += m.tiles;
+    bytes = std::max<int64_t>(bytes, m.tile_bytes);
+  }
+  const int64_t chunks = (rows + kRowChunk - 1) / kRowChunk;
+  const int64_t per = std::clamp<int64_t>(kItemBytes / (bytes * std::min<int64_t>(rows, 8)), 1, 16);
+  const int64_t spans = (tiles + per - 1) / per;
+  pool_->run(spans * chunks, [&](int64_t item, int) {
+    const int64_t row0 = item % chunks * kRowChunk, n = std::min(kRowChunk, rows - row0);
+    for (int64_t t = item / chunks * per; t < std::min(tiles, (item / chunks + 1) * per); t++) {
+      int64_t tile = t, column = 0;
+      const Matrix* m = nullptr;
+      for (const auto& part : w.parts) {
+        m = &part;
+        if (tile < part.tiles) break;
+        tile -= part.tiles;
+        column += part.n;
+      }
+      const int64_t lanes = std::min<int64_t>(kTile, m->n - tile * kTile);
+      column += tile * kTile;
+      float* target = out + row0 * ldo + column;
+      if (lanes == kTile) {
+        tile_rows(*m, tile, x, ldx, q, row0, n, target, ldo);
+      } else {
+        float edge[kRowChunk * kTile];
+        tile_rows(*m, tile, x, ldx, q, row0, n, edge, kTile);
+        for (int64_t r = 0; r < n; r++) std::copy_n(edge + r * kTile, lanes, target + r * ldo);
+      }
+      if (w.bias != nullptr)
+        for (int64_t r = 0; r < n; r++)
+          for (int64_t i = 0; i < lanes; i++) target[r * ldo + i] += w.bias[column + i];
+    }
+  });
+}
+
+void Model::embed(const Batch& b) {
+  const Matrix& m = embedding;
+  const int64_t H = c_.hidden;
+  each_row(b.rows, [&](int64_t r) {
+    for (int64_t i = 0; i < H; i++) x_[r * H + i] = weight_at(m, b.tokens[r], i) * c_.embedding_scale;
+  });
+}
+
+void Model::attention(const Batch& b, const LayerWeights& l) {
+  const int64_t N = l.qkv.outputs(), O = (int64_t)l.heads * l.value_dim;
+  const int64_t q_size = (int64_t)l.heads * l.head_dim, k_size = (int64_t)l.kv_heads * l.head_dim;
+  const KvPool& kv = this->kv[l.slot];
+  const int32_t* tables = b.tables + (int64_t)l.group * b.sequences * b.table_width;
+  // Rotary embedding and the write of this step's keys and values, row by row; attention reads them after the barrier.
+  const auto prepare = [&](int64_t r, int64_t seq) {
+    float* row = qkv_.data() + r * N;
+    float* k = row + q_size;
+    if (l.full_qk_norm) {
+      k_->rms_norm(row, l.q_norm, c_.norm_offset, q_size, c_.eps, row);
+      k_->rms_norm(k, l.k_norm, c_.norm_offset, k_size, c_.eps, k);
+    } else {
+      if (l.q_norm != nullptr)
+        for (int h = 0; h < l.heads; h++) k_->rms_norm(row + h * l.head_dim, l.q_norm, c_.norm_offset, l.head_dim, c_.eps, row + h * l.head_dim);
+      if (l.k_norm != nullptr)
+        for (int h = 0; h < l.kv_heads; h++) k_->rms_norm(k + h * l.head_dim, l.k_norm, c_.norm_offset, l.head_dim, c_.eps, k + h * l.head_dim);
+    }
+    if (l.rope >= 0) {
+      const float* cos = b.cos[l.rope] + r * (l.rope_dim / 2);
+      const float* sin = b.sin[l.rope] + r * (l.rope_dim / 2);
+      for (int h = 0; h < l.heads + l.kv_heads; h++) rotate(row + (int64_t)h * l.head_dim, cos, sin, l.rope_dim, l.rope_interleaved);
+    }
+    for (int64_t i = 0; i < q_size; i++) row[i] *= l.scale;
+    const int64_t position = b.context[seq] + (r - b.row_start[seq]);
+    k_->store_kv(kv, tables[seq * b.table_width + position / kv.block_tokens], (int)(position % kv.block_tokens), k, k + k_size);
+  };
+  std::vector<int32_t>& seq_of = slot_of_;
+  fit(seq_of, b.rows);
+  for (int64_t s = 0; s < b.sequences; s++)
+    for (int64_t r = b.row_start[s]; r < b.row_start[s + 1]; r++) seq_of[r] = (int32_t)s;
+  each_row(b.rows, [&](int64_t r) { prepare(r, seq_of[r]); });
+
+  std::vector<int32_t>& items = order_;  // (sequence, first row) pairs
+  items.clear();
+  for (int64_t s = 0; s < b.sequences; s++)
+    for (int64_t r = b.row_start[s]; r < b.row_start[s + 1]; r += kAttentionRows) {
+      items.push_back((int32_t)s);
+      items.push_back((int32_t)r);
+    }
+  int64_t longest = 0;
+  for (int64_t s = 0; s < b.sequences; s++) longest = std::max<int64_t>(longest, b.context[s] + b.row_start[s + 1] - b.row_start[s]);
+  const int64_t width = attention_scratch(longest);
+  fit(scratch_, width * pool_->threads());
+  const int group = l.heads / l.kv_heads;
+  const int64_t blocks = (int64_t)items.size() / 2;
+  // Latest rows first: they see the longest context, and the short ones then fill the gaps.
+  pool_->run(blocks * l.kv_heads, [&](int64_t item, int thread) {
+    const int64_t at = blocks - 1 - item / l.kv_heads;
+    const int64_t s = items[2 * at], r = items[2 * at + 1];
+    AttentionItem a;
+    a.head = (int)(item % l.kv_heads);
+    a.group = group;
+    a.q = qkv_.data() + r * N + (int64_t)a.head * group * l.head_dim;
+    a.q_stride = N;
+    a.out = att_.data() + r * O + (int64_t)a.head * group * l.value_dim;
+    a.out_stride = O;
+    a.rows = (int)std::min<int64_t>(kAttentionRows, b.row_start[s + 1] - r);
+    a.first_position = b.context[s] + (r - b.row_start[s]);
+    a.window = l.window;
+    a.softcap = l.softcap;
+    a.sinks = l.sinks == nullptr ? nullptr : l.sinks + a.head * group;
+    a.table = tables + s * b.table_width;
+    k_->attention(kv, a, scratch_.data() + thread * width);
+  });
+}
+
+void Model::mlp(const LayerWeights& l, int64_t rows) {
+  const int64_t H = c_.hidden, I = l.down.parts[0].k;
+  const Matrix &gate = l.gate_up.parts[0], &up = l.gate_up.parts[1];
+  QRows q = qh_.view(rows, H);
+  const bool codes = wants_codes(l.down.parts[0]);
+  QRows f = qf_.view(codes ? rows : 0, I);
+  const bool whole = I % kGroup == 0;  // then the gated product is quantized where it is made, still in cache
+  fit(ff_, rows * I);
+  const int64_t chunks = (rows + kRowChunk - 1) / kRowChunk;
+  pool_->run((I + kGroup - 1) / kGroup * chunks, [&](int64_t item, int) {
+    const int64_t row0 = item % chunks * kRowChunk, n = std::min(kRowChunk, rows - row0), g = item / chunks;
+    float gate_out[kRowChunk * kGroup], up_out[kRowChunk * kGroup];
+    const int64_t width = std::min<int64_t>(kGroup, I - g * kGroup);
+    for (int t = 0; t < 2 && 2 * g + t < gate.tiles; t++) {
+      tile_rows(gate, 2 * g + t, h_.data(), H, q, row0, n, gate_out + t * kTile, kGroup);
+      tile_rows(up, 2 * g + t, h_.data(), H, q, row0, n, up_out + t * kTile, kGroup);
+    }
+    if (l.gate_up.bias != nullptr)
+      for (int64_t r = 0; r < n; r++)
+        for (int64_t i = 0; i < width; i++) {
+          gate_out[r * kGroup + i] += l.gate_up.bias[g * kGroup + i];
+          up_out[r * kGroup + i] += l.gate_up.bias[I + g * kGroup + i];
+        }
+    for (int64_t r = 0; r < n; r++) {
+      float* row = gate_out + r * kGroup;
+      k_->gated(c_.activation, row, up_out + r * kGroup, width);
+      if (codes && whole) {
+        const int64_t at = (row0 + r) * f.groups + g;
+        k_->quantize(row, kGroup, f.codes + at * kGroup, f.scales + at, f.sums + at, f.half_sums + at, f.weighted + at);
+      } else {
+        std::copy_n(row, width, ff_.data() + (row0 + r) * I + g * kGroup);
+      }
+    }
+  });
+  if (codes && !whole) quantize_rows(ff_.data(), I, I, rows, f, true);
+  gemm(l.down, ff_.data(), I, f, rows, tmp_.data(), H);
+}
+
+void Model::quantize_rows(const float* x, int64_t ld, int64_t k, int64_t rows, QRows& q, bool needed) {
+  if (!needed) return;
+  each_row(rows, [&](int64_t r) {
+    const int64_t at = r * q.groups;
+    k_->quantize(x + r * ld, k, q.codes + at * kGroup, q.scales + at, q.sums + at, q.half_sums + at, q.weighted + at);
+  });
+}
+
+// Each row goes to its top_k experts. Rows are sorted by expert so that an expert's weights are read once a step; every
+// (row, choice) keeps its own place, and a row adds its choices in order of choice: mates change nothing.
+void Model::mixture(const LayerWeights& l, int64_t rows) {
+  const Experts& e = l.experts;
+  const int64_t H = c_.hidden, I = e.down[0].k, K = e.top_k, total = rows * K;
+  fit(router_, rows * (e.router.tiles * kTile));
+  const int64_t ldr = e.router.tiles * kTile;
+  fit(expert_of_, total);
+  fit(expert_weight_, total);
+  pool_->run(rows, [&](int64_t r, int) {
+    float* logits = router_.data() + r * ldr;
+    for (int64_t t = 0; t < e.router.tiles; t++) k_->gemm_f(e.router, t, h_.data() + r * H, H, 1, logits + t * kTile, kTile);
+    float top = logits[0];
+    for (int i = 1; i < e.count; i++) top = std::max(top, logits[i]);
+    float sum = 0;
+    for (int i = 0; i < e.count; i++) sum += logits[i] = std::exp(logits[i] - top);
+    float chosen = 0;
+    for (int64_t j = 0; j < K; j++) {
+      int best = -1;
+      for (int i = 0; i < e.count; i++) {
+        bool taken = false;
+        for (int64_t p = 0; p < j; p++) taken |= expert_of_[r * K + p] == i;
+        if (!taken && (best < 0 || logits[i] > logits[best])) best = i;
+      }
+      expert_of_[r * K + j] = best;
+      expert_weight_[r * K + j] = logits[best] / sum;
+      chosen += logits[best] / sum;
+    }
+    if (e.normalize)
+      for (int64_t j = 0; j < K; j++) expert_weight_[r * K + j] /= chosen;
+  });
+  std::vector<int32_t> start(e.count + 1, 0), place(total), source(total);
+  for (int64_t i = 0; i < total; i++) start[expert_of_[i] + 1]++;
+  for (int i = 0; i < e.count; i++) start[i + 1] += start[i];
+  std::vector<int32_t> cursor(start.begin(), start.end() - 1);
+  for (int64_t i = 0; i < total; i++) source[place[i] = cursor[expert_of_[i]]++] = (int32_t)(i / K);
+
+  const bool codes_in = wants_codes(e.gate[0]) || wants_codes(e.up[0]), codes_down = wants_codes(e.down[0]);
+  QRows h = qh_.view(rows, H), sorted = qe_.view(codes_in ? total : 0, H), f = qf_.view(codes_down ? total : 0, I);
+  fit(ff_, total * I);
+  fit(moe_out_, total * H);
+  std::vector<float>& gathered = qkv_;  // free by now
+  fit(gathered, total * H);
+  pool_->run(total, [&](int64_t i, int) {
+    const int64_t from = source[i];
+    std::copy_n(h_.data() + from * H, H, gathered.data() + i * H);
+    if (codes_in) {
+      std::copy_n(h.codes + from * h.groups * kGroup, h.groups * kGroup, sorted.codes + i * h.groups * kGroup);
+      std::copy_n(h.scales + from * h.groups, h.groups, sorted.scales + i * h.groups);
+      std::copy_n(h.weighted + from * h.groups, h.groups, sorted.weighted + i * h.groups);
+      std::copy_n(h.sums + from * h.groups, h.groups, sorted.sums + i * h.groups);
+      std::copy_n(h.half_sums + from * h.groups, h.groups, sorted.half_sums + i * h.groups);
+    }
+  });
+  std::vector<int32_t> active;
+  for (int i = 0; i < e.count; i++)
+    if (start[i + 1] > start[i]) active.push_back(i);
+  const int64_t tiles_in = e.gate[0].tiles, tiles_out = e.down[0].tiles;
+  pool_->run((int64_t)active.size() * tiles_in, [&](int64_t item, int) {
+    const int x = active[item / tiles_in];
+    const int64_t t = item % tiles_in, lanes = std::min<int64_t>(kTile, I - t * kTile);
+    float a[kRowChunk * kTile], b[kRowChunk * kTile];
+    for (int64_t row0 = start[x]; row0 < start[x + 1]; row0 += kRowChunk) {
+      const int64_t n = std::min<int64_t>(kRowChunk, start[x + 1] - row0);
+      tile_rows(e.gate[x], t, gathered.data(), H, sorted, row0, n, a, kTile);
+      tile_rows(e.up[x], t, gathered.data(), H, sorted, row0, n, b, kTile);
+      for (int64_t r = 0; r < n; r++) {
+        k_->gated(c_.activation, a + r * kTile, b + r * kTile, lanes);
+        std::copy_n(a + r * kTile, lanes, ff_.data() + (row0 + r) * I + t * kTile);
+      }
+    }
+  });
+  quantize_rows(ff_.data(), I, I, total, f, codes_down);
+  pool_->run((int64_t)active.size() * tiles_out, [&](int64_t item, int) {
+    const int x = active[item / tiles_out];
+    const int64_t t = item % tiles_out, lanes = std::min<int64_t>(kTile, H - t * kTile);
+    float a[kRowChunk * kTile];
+    for (int64_t row0 = start[x]; row0 < start[x + 1]; row0 += kRowChunk) {
+      const int64_t n = std::min<int64_t>(kRowChunk, start[x + 1] - row0);
+      tile_rows(e.down[x], t, ff_.data(), I, f, row0, n, a, kTile);
+      for (int64_t r = 0; r < n; r++) std::copy_n(a + r * kTile, lanes, moe_out_.data() + (row0 + r) * H + t * kTile);
+    }
+  });
+  each_row(rows, [&](int64_t r) {
+    float* out = tmp_.data() + r * H;
+    std::fill_n(out, H, 0.0f);
+    for (int64_t j = 0; j < K; j++) {
+      const float w = expert_weight_[r * K + j];
+      const float* y = moe_out_.data() + (int64_t)place[r * K + j] * H;
+      for (int64_t i = 0; i < H; i++) out[i] += w * y[i];
+    }
+  });
+}
+
+void Model::step(const Batch& b) {
+  const int64_t H = c_.hidden;
+  int64_t qkv = 0, att = 0;
+  for (const auto& l : layers) {
+    qkv = std::max(qkv, l.qkv.outputs());
+    att = std::max<int64_t>(att, (int64_t)l.heads * l.value_dim);
+  }
+  int64_t rows = b.rows;
+  fit(x_, rows * H);
+  fit(h_, rows * H);
+  fit(tmp_, rows * H);
+  fit(qkv_, rows * qkv);
+  fit(att_, rows * att);
+  embed(b);
+  // x += post_norm(tmp) (unless there is nothing to add yet), then h = norm(x), quantized if the next product wants codes.
+  const auto norm = [&](bool add, const float* post, const float* weight, bool codes) {
+    QRows q = qh_.view(codes ? rows : 0, H);
+    each_row(rows, [&](int64_t r) {
+      float *x = x_.data() + r * H, *t = tmp_.data() + r * H, *h = h_.data() + r * H;
+      if (add) {
+        if (post != nullptr) k_->rms_norm(t, post, c_.norm_offset, H, c_.eps, t);
+        const float scale = c_.residual_scale;
+        for (int64_t i = 0; i < H; i++) x[i] += scale * t[i];
+      }
+      k_->rms_norm(x, weight, c_.norm_offset, H, c_.eps, h);
+      const int64_t at = r * q.groups;
+      if (codes) k_->quantize(h, H, q.codes + at * kGroup, q.scales + at, q.sums + at, q.half_sums + at, q.weighted + at);
+    });
+    return q;
+  };
+  const float* pending_post = nullptr;
+  for (size_t i = 0; i < layers.size(); i++) {
+    const LayerWeights& l = layers[i];
+    const QRows q = norm(i > 0, pending_post, l.attention_norm, wants_codes(l.qkv));
+    gemm(l.qkv, h_.data(), H, q, rows, qkv_.data(), l.qkv.outputs());
+    attention(b, l);
+    const int64_t O = (int64_t)l.heads * l.value_dim;
+    if (i + 1 == layers.size()) {  // from here on only rows whose logits are wanted matter
+      for (int64_t r = 0; r < b.outputs; r++) {
+        std::copy_n(x_.data() + b.output_rows[r] * H, H, h_.data() + r * H);
+        std::copy_n(att_.data() + b.output_rows[r] * O, O, qkv_.data() + r * O);
+      }
+      rows = b.outputs;
+      std::copy_n(h_.data(), rows * H, x_.data());
+      std::copy_n(qkv_.data(), rows * O, att_.data());
+      if (rows == 0) return;
+    }
+    QRows a = qa_.view(wants_codes(l.out) ? rows : 0, O);
+    quantize_rows(att_.data(), O, O, rows, a, wants_codes(l.out));
+    gemm(l.out, att_.data(), O, a, rows, tmp_.data(), H);
+    const bool moe = l.experts.count > 0;
+    norm(true, l.post_attention_norm, l.mlp_norm, moe ? wants_codes(l.experts.gate[0]) || wants_codes(l.experts.up[0]) : wants_codes(l.gate_up));
+    if (moe)
+      mixture(l, rows);
+    else
+      mlp(l, rows);
+    pending_post = l.post_mlp_norm;
+  }
+  Linear last;
+  last.parts = {head};
+  const QRows q = norm(true, pending_post, final_norm, wants_codes(head));
+  gemm(last, h_.data(), H, q, rows, b.logits, c_.vocab);
+  if (c_.logit_scale != 1.0f || c_.logit_softcap > 0)
+    each_row(rows, [&](int64_t r) {
+      float* y = b.logits + r * c_.vocab;
+      for (int64_t i = 0; i < c_.vocab; i++) {
+        y[i] *= c_.logit_scale;
+        if (c_.logit_softcap > 0) y[i] = c_.logit_softcap * std::tanh(y[i] / c_.logit_softcap);
+      }
+    });
+}
+
+void Model::copy_block(int64_t source, int64_t target) {
+  for (auto& p : kv) std::memcpy(p.base + target * p.block_stride, p.base + source * p.block_stride, p.block_stride);
+}
+
+size_t Model::buffer_bytes() const {
+  const auto f = [](const auto& v) { return v.capacity() * sizeof(v[0]); };
+  size_t n = f(x_) + f(h_) + f(qkv_) + f(att_) + f(tmp_) + f(ff_) + f(router_) + f(moe_out_) + f(scratch_);
+  for (const QBuffer* q : {&qh_, &qa_, &qf_, &qe_}) n += f(q->codes) + f(q->scales) + f(q->weighted) + f(q->sums) + f(q->half_sums);
+  return n;
+}
+
+}  // namespace headrace

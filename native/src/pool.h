@@ -1,0 +1,61 @@
+// A small thread pool made for many short parallel loops: items are handed out one at a time from an atomic counter, so a
+// thread that a neighbour slows takes fewer of them; workers spin briefly between loops and then sleep.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace headrace {
+
+class Pool {
+ public:
+  // `threads` counts the caller. `pin`: CPUs to pin workers (and nothing for the caller) to; empty for none.
+  explicit Pool(int threads, std::vector<int> pin = {});
+  ~Pool();
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  int threads() const { return threads_; }
+
+  // Run body(item, thread) for every item in [0, items). Returns when all are done. Not reentrant.
+  template <class F>
+  void run(int64_t items, F&& body) {
+    if (items <= 0) return;
+    if (threads_ == 1 || items == 1) {
+      for (int64_t i = 0; i < items; i++) body(i, 0);
+      return;
+    }
+    using Body = std::remove_reference_t<F>;
+    start([](void* ctx, int64_t item, int thread) { (*static_cast<Body*>(ctx))(item, thread); },
+          const_cast<void*>(static_cast<const void*>(&body)), items);
+  }
+
+ private:
+  using Call = void (*)(void*, int64_t, int);
+  void start(Call call, void* ctx, int64_t items);
+  void worker(int index);
+  void work(int thread);
+
+  int threads_;
+  std::vector<std::thread> workers_;
+  // One loop at a time. `open_` is the loop's number while it may be joined, 0 otherwise; the fields below are written
+  // before it is raised and stay until `active_` (workers inside the loop) is back to 0. A worker that never joined is
+  // not waited for, so one that has lost its core delays nobody.
+  Call call_ = nullptr;
+  void* ctx_ = nullptr;
+  int64_t items_ = 0;
+  uint64_t loops_ = 0;
+  alignas(64) std::atomic<int64_t> next_{0};
+  alignas(64) std::atomic<uint64_t> open_{0};
+  alignas(64) std::atomic<int> active_{0};
+  alignas(64) std::atomic<int> sleeping_{0};
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::atomic<bool> stop_{false};
+};
+
+}  // namespace headrace
