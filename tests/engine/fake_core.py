@@ -86,8 +86,8 @@ class FaultyExecutor:
 
 
 def launch(config: EngineConfig) -> EngineCore:
-    """Sizes come from `config`; `options` are faults. `start_fault` keeps it from starting, each time or `until` that
-    many starts (counted in the file `starts`)."""
+    """Sizes come from `config`; `options` are faults. `start_fault` keeps it from starting: every time, or only those of
+    the `bad_starts` (`2,3`: the second and third, counted in the file `starts`)."""
     options = dict(config.options)
     _maybe_fail_to_start(options)
     layout = CacheLayout((CacheGroup((0,)),), 1, config.block_tokens or 4, 1, 1, 1, "fp32", 64)
@@ -127,13 +127,12 @@ def launch(config: EngineConfig) -> EngineCore:
 
 
 def _maybe_fail_to_start(options: dict[str, str]) -> None:
-    starts = 1
     if "starts" in options:
         counter = Path(options["starts"])
-        starts = int(counter.read_text() or 0) + 1 if counter.exists() else 1
-        counter.write_text(str(starts))
-    if starts <= int(options.get("sound_starts", "0")):
-        return
+        start = int(counter.read_text()) + 1 if counter.exists() else 1
+        counter.write_text(str(start))
+        if str(start) not in options["bad_starts"].split(","):
+            return
     match options.get("start_fault"):
         case "memory":
             raise DoesNotFit("too large", field="kv_bytes", remedy="set kv_bytes to 7")
@@ -147,7 +146,9 @@ def _maybe_fail_to_start(options: dict[str, str]) -> None:
 
 def request(request_id: str, prompt: int | tuple[int, ...] = 6, **sampling: object) -> Request:
     """A request whose prompt is given, or some ids that depend on the request's name."""
-    ids = prompt if isinstance(prompt, tuple) else tuple((hash_name(request_id) + i) % VOCABULARY for i in range(prompt))
+    ids = (
+        prompt if isinstance(prompt, tuple) else tuple((hash_name(request_id) + i) % VOCABULARY for i in range(prompt))
+    )
     return Request(
         request_id=request_id,
         prompt_token_ids=ids,
