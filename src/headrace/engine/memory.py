@@ -87,4 +87,5 @@ def keep_large_buffers() -> bool:
     except (OSError, AttributeError):
         return False
     settings = ((_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD), (_M_TRIM_THRESHOLD, 1 << 30), (_M_ARENA_MAX, 1))
-    return all([bool(mallopt(parameter, value)) for parameter, value in settings])
+    results = [bool(mallopt(parameter, value)) for parameter, value in settings]
+    return all(results)

@@ -63,7 +63,7 @@ def load(files: ModelFiles, config: EngineConfig) -> TorchModel:
     names = architecture.gguf if files.kind == "gguf" and config.load_format != "dummy" else architecture.hf
     with torch.inference_mode():
         checkpoint = Checkpoint(_source(files, config))
-        decoder = build_decoder(spec, names, checkpoint, tensorizer(dtype, device), device, dtype)
+        decoder = build_decoder(spec, names, checkpoint, tensorizer(dtype, device), device, dtype, threads)
     attention = _attention(config.attention, decoder, device, dtype)
     notes += [f"torch {torch.__version__} on {threads} threads, weights {weights}, KV {kv}, attention {attention.name}"]
     notes += _weight_notes(decoder)
@@ -123,7 +123,7 @@ class TorchModel:
                 grammars,
             )
         self._memory.append(MemoryItem("kv_pool", layout.bytes_per_block * limits.num_blocks, runner.pool.nbytes))
-        return TorchExecutor(runner.step, self._threads)
+        return TorchExecutor(runner.step, self._threads, limits.max_num_seqs)
 
     def memory(self) -> tuple[MemoryItem, ...]:
         return tuple(self._memory)
@@ -172,9 +172,10 @@ class TorchStep:
 class TorchExecutor:
     """Runs steps in the order submitted on one thread; torch releases the interpreter lock inside its operations."""
 
-    def __init__(self, step: Callable[[StepPlan], StepResult], threads: int) -> None:
+    def __init__(self, step: Callable[[StepPlan], StepResult], threads: int, max_num_seqs: int) -> None:
         self._step = step
         self._threads = threads
+        self._max_num_seqs = max_num_seqs
         self._queue: queue.SimpleQueue[TorchStep | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="headrace-torch", daemon=True)
         self._closed = False
@@ -186,6 +187,10 @@ class TorchExecutor:
         step = TorchStep(plan)
         self._queue.put(step)
         return step
+
+    def reset(self) -> None:
+        """Let what was submitted run out, whatever comes of it, then release every slot."""
+        self.submit(StepPlan(-1, releases=tuple(range(self._max_num_seqs)))).result()
 
     def close(self) -> None:
         """Finish what was submitted, then end the thread."""

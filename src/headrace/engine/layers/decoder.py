@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,15 +164,26 @@ def build_decoder(
     tensorize: Tensorize,
     device: torch.device,
     dtype: torch.dtype,
+    threads: int,
 ) -> Decoder:
     """Load every weight of `spec` and check that the checkpoint holds nothing else."""
     if (reason := unsupported(spec)) is not None:
         raise UnsupportedModel(f"the torch executor cannot run this model: {reason}", field="model_type")
     ropes = tuple(dict.fromkeys(layer.mixer.rope for layer in spec.layers if layer.mixer.rope is not None))
     loader = _Loader(spec, names, checkpoint, tensorize)
-    blocks = [loader.block(i, layer, ropes) for i, layer in enumerate(spec.layers)]
-    final_norm = loader.norm(names.final_norm)
-    embedding, head = loader.ends(device, dtype)
+
+    def one_block(i: int) -> Block:
+        with torch.inference_mode():
+            return loader.block(i, spec.layers[i], ropes)
+
+    # Dequantizing and packing one layer is serial, so layers are loaded side by side, each thread on one core; the ends
+    # go first, since a large vocabulary makes them the longest piece of work.
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        ends = pool.submit(loader.ends, device, dtype)
+        blocks = list(pool.map(one_block, range(len(spec.layers))))
+        final_norm = loader.norm(names.final_norm)
+        embedding, head = ends.result()
+    torch.set_num_threads(threads)
     checkpoint.finish()
     return Decoder(spec, ropes, embedding, blocks, final_norm, head)
 

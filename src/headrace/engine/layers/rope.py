@@ -113,8 +113,7 @@ def neighbour_order(head_dim: int, rope: Rope | None) -> npt.NDArray[np.int64]:
 
 def rotate(heads: torch.Tensor, rotation: torch.Tensor, dim: int) -> None:
     """Rotate the first `dim` dimensions of `heads` [tokens, heads, head_dim] in place by `rotation` [tokens, 1, dim / 2]."""
-    tokens, count, width = heads.shape
-    part = heads if dim == width else heads[..., :dim]
+    part = heads if dim == heads.shape[-1] else heads[..., :dim]
     pairs = part.unflatten(-1, (dim // 2, 2))
     if heads.dtype == torch.float32:
         torch.view_as_complex(pairs).mul_(rotation)
