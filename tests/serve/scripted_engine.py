@@ -1,6 +1,7 @@
 """An `EngineClient` whose outputs a test decides: exact tokens, faults, pauses. Everything else follows the contract."""
 
 import asyncio
+import functools
 import hashlib
 import time
 from collections.abc import AsyncIterator, Callable
@@ -16,6 +17,11 @@ from headrace.text.tokenizer import Tokenizer
 BLOCK = 16
 ORDINARY = (1000, 40000)
 """Ids of the test vocabulary among which the default reply draws: words and word pieces, nothing special."""
+
+
+@functools.cache
+def _grammar_tokens(tokenizer: Tokenizer, eos_token_ids: tuple[int, ...]) -> GrammarTokens:
+    return GrammarTokens.of(tokenizer, eos_token_ids)
 
 
 class ScriptedEngine:
@@ -61,7 +67,6 @@ class ScriptedEngine:
         self._hits = 0
         self._queries = 0
         self._killed = asyncio.Event()
-        self._grammar_tokens: GrammarTokens | None = None
 
     def say(self, text: str) -> None:
         """Every request is answered with this text."""
@@ -162,11 +167,9 @@ class ScriptedEngine:
             yield from self.reply(request)
             while True:
                 yield eos
-        if self._grammar_tokens is None:
-            tokenizer = self.tokenizer
-            every = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
-            self._grammar_tokens = GrammarTokens(every, request.sampling.eos_token_ids, tokenizer.special_ids)
-        matcher = self._grammar_tokens.matcher(request.sampling.grammar, request.sampling.min_tokens)
+        closers = [self.tokenizer.token_id(text) for text in '}"]']
+        tokens = _grammar_tokens(self.tokenizer, request.sampling.eos_token_ids)
+        matcher = tokens.matcher(request.sampling.grammar, request.sampling.min_tokens)
         row = np.zeros(mask_words(self.info.vocab_size), np.int32)
         wanted = self.reply(request) if self.reply != self.any_words else []
         position = 0
@@ -178,7 +181,7 @@ class ScriptedEngine:
             elif any(allowed[i] for i in request.sampling.eos_token_ids):
                 token = next(i for i in request.sampling.eos_token_ids if allowed[i])
             else:
-                token = int(np.flatnonzero(allowed)[0])
+                token = next((i for i in closers if allowed[i]), int(np.flatnonzero(allowed)[0]))
             matcher.advance(token)
             yield token
 

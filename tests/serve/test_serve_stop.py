@@ -19,7 +19,16 @@ async def streamed(served, prompt="p", **fields):
 @pytest.mark.parametrize("per_output", [1, 3])
 @pytest.mark.parametrize(
     "stop",
-    ["cold day in April", [" the clocks"], "clo", "cks were str", ["thirteen", "zebra"], ANSWER[1:20], "n. W", "April, and t"],
+    [
+        "cold day in April",
+        [" the clocks"],
+        "clo",
+        "cks were str",
+        ["thirteen", "zebra"],
+        ANSWER[1:20],
+        "n. W",
+        "April, and t",
+    ],
 )
 async def test_B01_B04_stop_is_cut_exactly_in_stream_and_whole_answer(served, stop, per_output):
     served.engine.say(ANSWER)
@@ -72,7 +81,9 @@ async def test_stop_string_ends_the_sequence_in_the_engine_with_exact_counts(ser
     assert body["usage"]["completion_tokens"] == len(kept)
     assert [reason.value for reason in served.engine.finished.values()] == ["abort"]
     assert served.engine.live == {}
-    events = await served.events("/v1/completions", prompt="p", max_tokens=60, stop=" bright", stream_options={"include_usage": True})
+    events = await served.events(
+        "/v1/completions", prompt="p", max_tokens=60, stop=" bright", stream_options={"include_usage": True}
+    )
     assert events[-1]["usage"]["completion_tokens"] == len(kept)
 
 
@@ -111,7 +122,7 @@ async def test_unfinished_character_at_the_limit_is_shown_as_replacement(served)
     served.engine.say("🦆")
     body = await served.complete("p", max_tokens=1)
     assert body["choices"][0]["text"] == "\ufffd"
-    text, reason, _ = (await streamed(served))[0], None, None
+    text, _, _ = await streamed(served)
     assert text == "🦆"
 
 

@@ -135,9 +135,8 @@ def written_out(messages: Sequence[Mapping[str, Any]], use: ToolUse | None) -> l
     out: list[dict[str, Any]] = []
     answering = False
     for message in messages:
-        role, content = message["role"], message.get("content") or ""
-        if role == "tool":
-            answer = f"<tool_response>\n{content}\n</tool_response>"
+        if message["role"] == "tool":
+            answer = f"<tool_response>\n{_joined(message['content'])}\n</tool_response>"
             if answering:
                 out[-1]["content"] += "\n" + answer
             else:
@@ -145,22 +144,26 @@ def written_out(messages: Sequence[Mapping[str, Any]], use: ToolUse | None) -> l
             answering = True
             continue
         answering = False
-        calls = [
-            f"{OPEN}{_HEAD}{call['function']['name']}{_MIDDLE}{_as_text(call['function']['arguments'])}{_CLOSE}"
-            for call in message.get("tool_calls") or ()
-        ]
-        rest = {k: v for k, v in message.items() if k not in ("tool_calls", "tool_call_id")}
-        out.append({**rest, "content": "\n".join(([content] if content else []) + calls)})
+        plain = {k: v for k, v in message.items() if k != "tool_calls"}
+        if calls := message.get("tool_calls"):
+            said = _joined(message.get("content") or "")
+            plain["content"] = "\n".join(([said] if said else []) + [_written_call(call["function"]) for call in calls])
+        out.append(plain)
     if use is not None:
         if out and out[0]["role"] == "system":
-            out[0]["content"] = f"{out[0]['content']}\n\n{use.instructions()}".lstrip()
+            out[0]["content"] = f"{_joined(out[0]['content'])}\n\n{use.instructions()}".lstrip()
         else:
             out.insert(0, {"role": "system", "content": use.instructions()})
     return out
 
 
-def _as_text(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments)
+def _joined(content: Any) -> str:
+    """A content as one text; parts are joined as the chat template joins them."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _written_call(function: Mapping[str, str]) -> str:
+    return f"{OPEN}{_HEAD}{function['name']}{_MIDDLE}{function['arguments'] or '{}'}{_CLOSE}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ Masks are plain numpy data: nothing here knows about torch or logits.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import llguidance
 import numpy as np
@@ -19,6 +19,9 @@ import numpy.typing as npt
 
 from headrace.base.errors import InvalidInput
 from headrace.base.units import ceil_div
+
+if TYPE_CHECKING:
+    from headrace.text.tokenizer import Tokenizer
 
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """One fixed way to write JSON. Free white space lets a small model emit blanks until its token limit."""
@@ -171,14 +174,32 @@ class GrammarTokens:
     structured text; those of `eos_token_ids` end it.
     """
 
-    def __init__(self, tokens: Sequence[bytes], eos_token_ids: Iterable[int], special_token_ids: Iterable[int]) -> None:
+    def __init__(
+        self,
+        tokens: Sequence[bytes],
+        eos_token_ids: Iterable[int],
+        special_token_ids: Iterable[int],
+        encode: Callable[[str], Sequence[int]] | None = None,
+    ) -> None:
+        """`encode`: the tokenizer's own reading of a text (no special tokens). Where a grammar forces a text, only its
+        usual spelling is then allowed, as the model has learnt it. Without it the longest tokens are taken."""
         eos = sorted(set(eos_token_ids))
         if not eos:
             raise InvalidInput("structured output needs a tokenizer with an end-of-sequence token", field="grammar")
         self.size = len(tokens)
         self.eos_token_ids = tuple(eos)
-        wrapper = llguidance.TokenizerWrapper(_Vocabulary(tokens, eos[0], special_token_ids))
+        wrapper = llguidance.TokenizerWrapper(_Vocabulary(tokens, eos[0], special_token_ids, encode))
         self._tokenizer = llguidance.LLTokenizer(wrapper, eos_token=eos)
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, eos_token_ids: Iterable[int]) -> GrammarTokens:
+        """The vocabulary of a tokenizer; `eos_token_ids` are the model's, which may differ from the tokenizer's."""
+        return cls(
+            [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)],
+            eos_token_ids,
+            tokenizer.special_ids,
+            lambda text: tokenizer.encode(text, add_special=False, parse_special=False),
+        )
 
     def matcher(self, grammar: str, min_tokens: int = 0) -> GrammarMatcher:
         """A matcher at the start of `grammar` (a string made by one of this module's functions)."""
@@ -190,16 +211,34 @@ class GrammarTokens:
 class _Vocabulary:
     """What `llguidance.TokenizerWrapper` asks of a tokenizer."""
 
-    def __init__(self, tokens: Sequence[bytes], eos_token_id: int, special_token_ids: Iterable[int]) -> None:
+    def __init__(
+        self,
+        tokens: Sequence[bytes],
+        eos_token_id: int,
+        special_token_ids: Iterable[int],
+        encode: Callable[[str], Sequence[int]] | None,
+    ) -> None:
         self.tokens = list(tokens)
         self.eos_token_id = eos_token_id
         self.bos_token_id = None
         self.special_token_ids = sorted(set(special_token_ids))
-        self._single = {token: i for i, token in enumerate(self.tokens) if len(token) == 1}
+        self._encode = encode
+        special = set(self.special_token_ids)
+        self._ids = {} if encode else {token: i for i, token in enumerate(self.tokens) if token and i not in special}
+        self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, data: bytes) -> list[int]:
-        # only used to propose forced continuations, which we do not ask for; any exact spelling will do
-        return [self._single[data[i : i + 1]] for i in range(len(data)) if data[i : i + 1] in self._single]
+        if self._encode is not None:
+            return list(self._encode(data.decode()))
+        ids: list[int] = []
+        start = 0
+        while start < len(data):
+            for end in range(min(len(data), start + self._longest), start, -1):
+                if (found := self._ids.get(data[start:end])) is not None:
+                    ids.append(found)
+                    break
+            start = end
+        return ids
 
 
 class GrammarMatcher:

@@ -94,7 +94,8 @@ _TAGS = {"system", "developer", "user", "assistant", "tool", "text", "json_schem
 def _is_branch(item: str, previous: str | int) -> bool:
     # branches are called `list[str]`, `constrained-str`, `str` or by their class; tags follow their discriminated field
     tagged = item in _TAGS and (isinstance(previous, int) or previous == "response_format")
-    return tagged or not item.isidentifier() or item == "str" or item[:1].isupper()
+    named = item.isidentifier() or item.isdecimal()
+    return tagged or not named or item == "str" or item[:1].isupper()
 
 
 def field_path(location: Sequence[str | int]) -> str | None:
