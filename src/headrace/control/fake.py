@@ -127,6 +127,8 @@ class FakeExecutor:
 
     def reset(self) -> None:
         self._slots.clear()
+        for cells in self._memory:
+            cells[:] = [None] * len(cells)
 
     def close(self) -> None:
         self._slots.clear()

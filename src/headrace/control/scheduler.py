@@ -14,7 +14,6 @@ from operator import attrgetter
 
 from headrace.base.clock import Clock
 from headrace.base.errors import InvalidInput
-from headrace.base.units import ceil_div
 from headrace.control.api import EngineStats, Finish, FinishReason, Output
 from headrace.control.blocks import BlockPool
 from headrace.control.config import SchedulerConfig
@@ -37,6 +36,7 @@ from headrace.control.step import (
     StepResult,
     TokenLogprobs,
 )
+from headrace.control.tables import BlockTables
 from headrace.control.timeline import Part, ticks
 from headrace.spec.cache import CacheLayout
 
@@ -95,7 +95,6 @@ class Scheduler:
         self._drafter: Drafter = NoDraft() if drafter is None else drafter
         self._depth = self._drafter.depth
         self._demand = Demand(layout)
-        self._num_groups = layout.num_groups
         self._block_tokens = layout.block_tokens
         self._pool = BlockPool(num_blocks)
         self._order: Order = ORDER.get(config.order)()
@@ -104,6 +103,7 @@ class Scheduler:
         self._prefix: PrefixCache = (
             PrefixTree(self._pool, self._demand, eviction) if config.prefix_caching else NoPrefix(layout.num_groups)
         )
+        self._tables = BlockTables(self._pool, self._prefix, self._demand, config.max_batched_tokens)
         self._watermark_blocks = int(config.watermark * num_blocks)
         self._capacity_tokens = self._demand.capacity_tokens(num_blocks, config.max_model_len)
 
@@ -151,7 +151,7 @@ class Scheduler:
         sequence: Sequence | None = None
         if error is None:
             try:
-                sequence = Sequence(request, self._next_number, limit, self._num_groups, start)
+                sequence = Sequence(request, self._next_number, limit, self._demand.num_groups, start)
             except (OverflowError, TypeError):
                 error = "prompt_token_ids: every id must be an integer from 0 to 2^32 - 1"
         if sequence is None:
@@ -321,7 +321,7 @@ class Scheduler:
             if end > sequence.room and not self._grow(sequence, end, build):
                 continue
             if sequence.dirty:
-                self._announce(sequence, build)
+                self._tables.announce(sequence, build.appends)
             sample = known < sequence.limit
             chunks.append(Chunk(sequence.slot, start, end - start, sample, drafts))
             rows.append((sequence, sequence.incarnation))
@@ -340,8 +340,7 @@ class Scheduler:
 
     def _propose(self, sequence: Sequence, at_most: int) -> tuple[int, ...]:
         # Drafts are a luxury: never preempt anyone for them.
-        free = self._pool.free_blocks // self._num_groups * self._block_tokens
-        at_most = min(at_most, sequence.room + free - sequence.scheduled - 1)
+        at_most = min(at_most, self._tables.reach(sequence.room) - sequence.scheduled - 1)
         if at_most < 1:
             return ()
         return self._drafter.propose(sequence.request.request_id, sequence.token_ids, at_most)[:at_most]
@@ -353,22 +352,18 @@ class Scheduler:
         wanted = min(known - start, build.budget, build.prefill_budget)
         if wanted < 1:
             return True
-        while (length := min(wanted, self._reach(sequence.room) - start)) < 1:
+        while (length := min(wanted, self._tables.reach(sequence.room) - start)) < 1:
             victim = self._victim(build.step_id)
             if victim is sequence or victim is None:
                 return False
             self._preempt(victim, build.now)
-        self._grow(sequence, start + length, build)
+        self._tables.grow(sequence, start + length, build.appends)
         self._add_chunk(sequence, length, build)
         return length == wanted
 
-    def _reach(self, room: int) -> int:
-        """Tokens that tables with space for `room` tokens can hold once all free blocks are added."""
-        return room + self._pool.free_blocks // self._num_groups * self._block_tokens
-
     def _add_chunk(self, sequence: Sequence, length: int, build: _Build) -> None:
         if sequence.dirty:
-            self._announce(sequence, build)
+            self._tables.announce(sequence, build.appends)
         start = sequence.scheduled
         known = len(sequence.token_ids) + sequence.pending
         sample = start + length == known and known < sequence.limit
@@ -383,28 +378,14 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, end: int, build: _Build) -> bool:
         """Give a sequence blocks up to position `end`, preempting others if need be; False if it was itself preempted."""
-        if end <= sequence.room:
-            return True
-        tables, per_group = sequence.tables, ceil_div(end - sequence.room, self._block_tokens)
-        first, groups = len(tables[0]), self._num_groups
-        while per_group * groups > self._pool.free_blocks:
+        while self._tables.lack(sequence, end):
             victim = self._victim(build.step_id)
             assert victim is not None  # at least the sequence itself is not planned yet
             self._preempt(victim, build.now)
             if victim is sequence:
                 return False
-        taken = self._pool.allocate(per_group * groups)
-        for g in range(groups):
-            ids = taken[g * per_group : (g + 1) * per_group]
-            tables[g] += ids
-            build.appends.append(BlockAppend(sequence.slot, g, first, tuple(ids)))
-        sequence.room += per_group * self._block_tokens
+        self._tables.grow(sequence, end, build.appends)
         return True
-
-    def _announce(self, sequence: Sequence, build: _Build) -> None:
-        for g, position in sequence.dirty:
-            build.appends.append(BlockAppend(sequence.slot, g, position, (sequence.tables[g][position],)))
-        sequence.dirty.clear()
 
     def _victim(self, step: int) -> Sequence | None:
         """The last-ranked running sequence without a chunk in the step being planned."""
@@ -416,7 +397,7 @@ class Scheduler:
         Tokens that steps in flight are sampling for it stay valid (they run before anything planned from now on).
         """
         if publish:
-            self._publish(sequence)
+            self._tables.publish(sequence)
         self._vacate(sequence)
         sequence.state = State.WAITING
         sequence.incarnation += 1
@@ -476,43 +457,27 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, hit: Hit, build: _Build) -> bool:
         """Start a waiting request if its first chunk and the admission policy allow; nothing is changed otherwise."""
-        known = len(sequence.token_ids)
+        tables, known = self._tables, len(sequence.token_ids)
         wanted = min(known - hit.length, build.budget, build.prefill_budget)
-        length = self._room_for(hit, wanted)
+        length = tables.room_after(hit, wanted)
         if length < 1 and hit.tail is not None:
             # The block to be copied from may be what is missing: do without the part of a block.
             hit = self._match(sequence, len(hit.path) * self._block_tokens)
             wanted = min(known - hit.length, build.budget, build.prefill_budget)
-            length = self._room_for(hit, wanted)
-        if length < 1 or not (self._admissible(known, hit, wanted) or not self._running):
+            length = tables.room_after(hit, wanted)
+        if length < 1 or (self._running and not self._admissible(known, hit, wanted)):
             return False
 
+        request = sequence.request
         sequence.slot = slot = self._slots.pop()
-        self._prefix.touch(hit)
-        sequence.place = self._prefix.pin(hit, sequence.request.namespace)
-        for table in hit.tables:
-            self._pool.retain(table)
-        sequence.tables = [list(table) for table in hit.tables]
-        sequence.behind = [0] * self._num_groups
-        sequence.room = len(hit.path) * self._block_tokens
         sequence.scheduled = sequence.computed = hit.length
         sequence.incarnation += 1
         build.inits.append(
-            SlotInit(
-                slot,
-                sequence.request.request_id,
-                tuple(sequence.token_ids),
-                sequence.prompt_length,
-                sequence.request.sampling,
-            )
+            SlotInit(slot, request.request_id, tuple(sequence.token_ids), sequence.prompt_length, request.sampling)
         )
-        if hit.tail is not None:
-            self._copy_tail(sequence, hit, build)
-        for g, table in enumerate(sequence.tables):
-            if table:
-                build.appends.append(BlockAppend(slot, g, 0, tuple(table)))
-        grown = self._grow(sequence, hit.length + length, build)
-        assert grown
+        build.sources += tables.start(sequence, hit, build.copies)
+        build.appends += [BlockAppend(slot, g, 0, tuple(t)) for g, t in enumerate(sequence.tables) if t]
+        tables.grow(sequence, hit.length + length, build.appends)
         sequence.state = State.RUNNING
         insort(self._running, sequence, key=_BY_RANK)
         sequence.watch.enter(Part.DECODE if sequence.generated else Part.PREFILL, build.now)
@@ -525,54 +490,14 @@ class Scheduler:
         self._add_chunk(sequence, length, build)
         return True
 
-    def _idle_blocks(self, hit: Hit) -> int:
-        """Blocks of a hit that count as free now and no longer will once it is used."""
-        tail: list[int] = [] if hit.tail is None else hit.tail.blocks
-        references = self._pool.references
-        return sum(b >= 0 and references(b) == 0 for table in (*hit.tables, tail) for b in table)
-
-    def _room_for(self, hit: Hit, wanted: int) -> int:
-        """Tokens after a hit, at most `wanted`, that the free blocks can take."""
-        copied = 0 if hit.tail is None else self._num_groups
-        free = self._pool.free_blocks - self._idle_blocks(hit) - copied
-        if free < 0:
-            return 0
-        end = ceil_div(hit.length, self._block_tokens) + free // self._num_groups
-        return min(wanted, end * self._block_tokens - hit.length)
-
     def _admissible(self, known: int, hit: Hit, first: int) -> bool:
-        demand, whole = self._demand, len(hit.path)
-        held = sum(b >= 0 for table in hit.tables for b in table)
-        # The step's budget bounds the chunks, and so what a sliding group needs at once.
-        chunk = min(self.config.max_batched_tokens, known - hit.length)
         return self._admission.admits(
-            whole_blocks=max(0, demand.peak(known, chunk) - held),
-            first_blocks=(ceil_div(hit.length + first, self._block_tokens) - whole) * self._num_groups,
-            promised_blocks=sum(self._promised(s) for s in self._running),
-            free_blocks=self._pool.free_blocks - self._idle_blocks(hit),
+            whole_blocks=self._tables.whole_need(known, hit),
+            first_blocks=self._tables.first_need(hit, first),
+            promised_blocks=sum(self._tables.promised(s) for s in self._running),
+            free_blocks=self._tables.free_beside(hit),
             watermark_blocks=self._watermark_blocks,
         )
-
-    def _promised(self, sequence: Sequence) -> int:
-        """Blocks that a running sequence still needs for its known tokens."""
-        known = len(sequence.token_ids) + sequence.pending
-        if known <= sequence.room:
-            return 0
-        chunk = min(self.config.max_batched_tokens, known - sequence.scheduled)
-        held = sum(b >= 0 for table in sequence.tables for b in table)
-        return max(0, self._demand.peak(known, chunk) - held)
-
-    def _copy_tail(self, sequence: Sequence, hit: Hit, build: _Build) -> None:
-        """Start the block in which a hit ends as a copy, since the cached one may be shared and is never written."""
-        assert hit.tail is not None
-        sources = hit.tail.blocks
-        self._pool.retain(sources)
-        build.sources += sources
-        for table, source, target in zip(sequence.tables, sources, self._pool.allocate(self._num_groups), strict=True):
-            table.append(target)
-            if source >= 0:
-                build.copies.append(BlockCopy(source, target))
-        sequence.room += self._block_tokens
 
     # Results
 
@@ -637,9 +562,9 @@ class Scheduler:
             finish = self._end(sequence, FinishReason.LENGTH, now)
         if finish is None and current:
             if not decoding:
-                self._publish(sequence)
+                self._tables.publish(sequence)
             if self._demand.windows:
-                self._drop_behind_windows(sequence)
+                self._tables.drop_behind_windows(sequence)
         if not tokens and finish is None:
             return None
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
@@ -660,25 +585,6 @@ class Scheduler:
                 return FinishReason.LENGTH, tokens[:count]
         return None, tokens
 
-    def _publish(self, sequence: Sequence) -> None:
-        """Offer what is computed for certain; a rejected draft or a step in flight never counts."""
-        tokens = min(sequence.computed, len(sequence.token_ids))
-        if tokens:
-            sequence.place, switched = self._prefix.publish(
-                sequence.request.namespace, sequence.encoded, tokens, sequence.tables, sequence.place
-            )
-            sequence.dirty += switched
-
-    def _drop_behind_windows(self, sequence: Sequence) -> None:
-        """Return blocks that no later query of a sliding group sees. Done at commit, after they could be published."""
-        for g, window in self._demand.windows:
-            keep = max(0, sequence.computed - window + 1) // self._block_tokens
-            if keep > sequence.behind[g]:
-                table = sequence.tables[g]
-                self._pool.release(table[sequence.behind[g] : keep])
-                table[sequence.behind[g] : keep] = [-1] * (keep - sequence.behind[g])
-                sequence.behind[g] = keep
-
     def _fail(self, sequence: Sequence, error: str, now: int) -> Finish:
         """End one request whose row failed, and drop every cached prefix its KV may have come from or gone to."""
         self._prefix.forget(sequence.request.namespace, sequence.encoded)
@@ -696,7 +602,7 @@ class Scheduler:
     ) -> Finish:
         if sequence.state is State.RUNNING:
             if publish:
-                self._publish(sequence)
+                self._tables.publish(sequence)
             self._vacate(sequence)
         else:
             _discard(self._waiting, sequence)
@@ -707,13 +613,7 @@ class Scheduler:
 
     def _vacate(self, sequence: Sequence) -> None:
         """Give back a running sequence's blocks and slot."""
-        self._prefix.unpin(sequence.place)
-        sequence.place = None
-        for table in sequence.tables:
-            self._pool.release(table)
-            table.clear()
-        sequence.room = 0
-        sequence.dirty.clear()
+        self._tables.vacate(sequence)
         self._slots.append(sequence.slot)
         self._released_slots.append(sequence.slot)
         sequence.slot = -1
@@ -721,16 +621,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert every invariant: blocks, tree, slots, ranges. Slow; for tests."""
-        self._pool.check()
-        self._prefix.check()
-        references = [0] * self._pool.num_blocks
-        for sequence in self._running:
-            for table in sequence.tables:
-                for block in table:
-                    if block >= 0:
-                        references[block] += 1
-        for block, count in enumerate(references):
-            assert self._pool.references(block) == count, f"block {block}: {self._pool.references(block)} != {count}"
+        self._tables.check(self._running)
         in_use = [s.slot for s in self._running]
         assert sorted(in_use + self._slots) == list(range(self.config.max_num_seqs)), "slots were lost or doubled"
         assert len(self._live) == len(self._running) + len(self._waiting)
@@ -760,12 +651,6 @@ class Scheduler:
             return
         assert 0 <= sequence.computed <= sequence.scheduled <= known + self._depth
         assert sequence.scheduled <= sequence.room
-        for g, table in enumerate(sequence.tables):
-            assert len(table) * self._block_tokens == sequence.room
-            window = dict(self._demand.windows).get(g)
-            seen = 0 if window is None else max(0, sequence.computed - window + 1) // self._block_tokens
-            assert all(block >= 0 for block in table[seen:]), "a block that is still seen is missing"
-            assert all(block < 0 for block in table[:seen]), "a block behind the window was kept"
 
 
 def _discard(ranked: list[Sequence], sequence: Sequence) -> None:
