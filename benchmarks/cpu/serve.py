@@ -1,0 +1,132 @@
+"""Our server beside its CPU peers: one client, the same requests, interleaved work by work, repeats, ratios with intervals.
+
+All servers stay up (an idle one uses no CPU); for each repeat and each work every engine runs in turn, in alternating
+order, after other processes have gone quiet. A ratio is the geometric mean over repeats of (ours / theirs) within the
+repeat, its interval Student's t on the logarithm. See `benchmarks/cpu/README.md` for how to bring the peers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import statistics
+import time
+from pathlib import Path
+
+from client import Mismatch, drive
+from engines import Engine, headrace, llama, transformers_static, vllm
+from noise import Noise, machine, wait_idle
+from scipy.stats import t as student
+from works import WORKS, corpus
+
+# figure compared, and whether more is better
+MEASURE = {
+    "single": ("output_tokens_per_s", True),
+    "prefill": ("prefill_tokens_per_s", True),
+    "c8": ("output_tokens_per_s", True),
+    "c32": ("output_tokens_per_s", True),
+    "prefix": ("wall_s", False),
+}
+
+
+def engines(a: argparse.Namespace) -> list[Engine]:
+    found = [headrace(b) for b in a.backends.split(",")]
+    small, large = ("single", "prefill", "c8", "prefix"), ("c32",)
+    for gguf in a.gguf:
+        for flash in (True, False) if a.both_flash else (True,):
+            found += [
+                llama(a.llama_server, gguf, flash=flash, parallel=n, works=w) for n, w in ((8, small), (32, large))
+            ]
+    if a.vllm:
+        found.append(vllm(a.vllm, a.hf_folder))
+    if a.transformers_python:
+        found.append(transformers_static(a.transformers_python, a.hf_folder))
+    return found
+
+
+def ratio(ours: list[float], theirs: list[float], more_is_better: bool) -> dict[str, float]:
+    """How many times better ours is, paired by repeat, with a 95 % interval."""
+    logs = [math.log(o / t if more_is_better else t / o) for o, t in zip(ours, theirs, strict=True)]
+    mean, n = statistics.fmean(logs), len(logs)
+    half = student.ppf(0.975, n - 1) * statistics.stdev(logs) / math.sqrt(n) if n > 1 else math.inf
+    return {"value": math.exp(mean), "low": math.exp(mean - half), "high": math.exp(mean + half)}
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--out", type=Path, required=True, help="folder for raw.jsonl, summary.json and logs")
+    p.add_argument("--backends", default="torch", help="our backends, e.g. torch,native")
+    p.add_argument("--works", default=",".join(WORKS))
+    p.add_argument("--repeats", type=int, default=3)
+    p.add_argument("--llama-server", type=Path)
+    p.add_argument("--gguf", type=Path, nargs="*", default=[])
+    p.add_argument("--both-flash", action="store_true", help="llama-server with and without flash attention")
+    p.add_argument("--vllm", type=Path, help="the vllm executable of its own environment")
+    p.add_argument("--hf-folder", type=Path, help="the same model as a Hugging Face folder, fp32")
+    p.add_argument("--transformers-python", type=Path)
+    p.add_argument("--quiet-cores", type=float, default=0.15, help="foreign load above which a figure is marked")
+    p.add_argument("--patience", type=float, default=60.0, help="seconds to wait for quiet before each figure")
+    a = p.parse_args()
+    a.out.mkdir(parents=True, exist_ok=True)
+    ids = corpus()
+    running: list[Engine] = []
+    raw: list[dict[str, object]] = []
+    try:
+        for engine in engines(a):
+            engine.start(a.out)
+            running.append(engine)
+            print(f"up: {engine.name}", flush=True)
+        roots = [e.process.pid for e in running if e.process]
+        for engine in running:  # warm: first kernels, allocators, caches of code
+            for work in ("single", "prefill"):
+                if engine.works is None or work in engine.works:
+                    asyncio.run(drive(engine.port, engine.api, engine.model, WORKS[work](ids, -1)))
+        for repeat in range(a.repeats):
+            for name in a.works.split(","):
+                turn = [e for e in running if e.works is None or name in e.works]
+                for engine in turn if repeat % 2 == 0 else reversed(turn):
+                    wait_idle(roots, a.quiet_cores, a.patience)
+                    row: dict[str, object] = {"engine": engine.name, "work": name, "repeat": repeat}
+                    with Noise(roots) as noise:
+                        try:
+                            row |= asyncio.run(drive(engine.port, engine.api, engine.model, WORKS[name](ids, repeat)))
+                        except (Mismatch, OSError) as error:
+                            row["failed"] = str(error)
+                    row |= {"foreign_cores": noise.foreign, "at": time.strftime("%Y-%m-%dT%H:%M:%S")}
+                    raw.append(row)
+                    with (a.out / "raw.jsonl").open("a") as out:
+                        out.write(json.dumps(row) + "\n")
+                    print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+    finally:
+        for engine in running:
+            engine.stop()
+    (a.out / "summary.json").write_text(json.dumps(summary(raw), indent=1) + "\n")
+    print(json.dumps(summary(raw)["ratios"], indent=1))
+
+
+def summary(raw: list[dict[str, object]]) -> dict[str, object]:
+    """Medians per engine and work, ratios of each of our backends to each peer, and the machine."""
+    kept: dict[str, dict[str, dict[int, float]]] = {}
+    for row in raw:
+        figure = MEASURE[str(row["work"])][0]
+        if figure in row:
+            kept.setdefault(str(row["work"]), {}).setdefault(str(row["engine"]), {})[int(row["repeat"])] = float(
+                row[figure]
+            )  # type: ignore[call-overload]
+    medians = {w: {e: statistics.median(v.values()) for e, v in of.items()} for w, of in kept.items()}
+    ratios: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
+    for work, of in kept.items():
+        more = MEASURE[work][1]
+        for ours in (e for e in of if e.startswith("headrace")):
+            for peer in (e for e in of if not e.startswith("headrace")):
+                both = sorted(of[ours].keys() & of[peer].keys())
+                if both:
+                    pair = ratio([of[ours][r] for r in both], [of[peer][r] for r in both], more)
+                    ratios.setdefault(work, {}).setdefault(ours, {})[peer] = {k: round(v, 3) for k, v in pair.items()}
+    return {"machine": machine(), "measure": {w: MEASURE[w][0] for w in kept}, "medians": medians, "ratios": ratios}
+
+
+if __name__ == "__main__":
+    main()
