@@ -6,12 +6,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headrace.llm import LLM, Completion, SamplingParams
+    from headrace.control.params import SamplingParams
+    from headrace.llm import LLM, Completion
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "Completion", "SamplingParams", "__version__"]
 
-_HOME = {"LLM": "headrace.llm", "SamplingParams": "headrace.llm", "Completion": "headrace.llm"}
+_HOME = {"LLM": "headrace.llm", "SamplingParams": "headrace.control.params", "Completion": "headrace.llm"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,19 +1,21 @@
-"""Headrace in a Python program: `LLM` runs an engine in this process, `SamplingParams` says how to sample."""
+"""Headrace in a Python program: `LLM` runs an engine in this process."""
 
 from __future__ import annotations
 
-import math
 import queue
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from headrace.base.errors import InvalidInput
 from headrace.control.api import EngineInfo, EngineStats, Finish, FinishReason, Output, Timeline
+from headrace.control.params import SamplingParams
 from headrace.control.request import Request, Sampling
 from headrace.control.seeds import choice_seed
 from headrace.control.step import TokenLogprobs
@@ -24,91 +26,10 @@ from headrace.spec.locate import locate
 from headrace.text.load import load_template, load_tokenizer
 from headrace.text.stream import OutputText
 
+__all__ = ["LLM", "Completion", "Delta", "SamplingParams"]
+
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How to sample, and when to stop. A wrong value raises `InvalidInput` that names the field.
-
-    Sampling fields left at None take the model's `generation_config.json` value, else the neutral one. `max_tokens` None:
-    all that the context leaves; more than that is clamped. `temperature` 0 is greedy. `seed` None draws one. `stop`: strings
-    that end the text, which stays without them unless `include_stop`. `logprobs`, `prompt_logprobs`: how many
-    alternatives to report beside each token (0: only the token itself). `grammar`: made by `headrace.text.grammar`.
-    """
-
-    n: int = 1
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
-    seed: int | None = None
-    stop: str | Sequence[str] = ()
-    include_stop: bool = False
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    skip_special: bool = True
-    priority: int = 0
-    grammar: str | None = None
-
-    def __post_init__(self) -> None:
-        for name, low, high in _INTEGERS:
-            value = getattr(self, name)
-            if value is not None and (
-                isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high
-            ):
-                raise InvalidInput(f"must be an integer from {low} to {high}, not {value!r}", field=name)
-        for name, least, most in _NUMBERS:
-            value = getattr(self, name)
-            if value is not None and not (_is_number(value) and least <= value <= most):
-                raise InvalidInput(f"must be a number from {least:g} to {most:g}, not {value!r}", field=name)
-        if self.repetition_penalty == 0:
-            raise InvalidInput("must be above 0", field="repetition_penalty")
-        if not all(isinstance(stop, str) and stop for stop in self.stops):
-            raise InvalidInput("must be a string or strings, none of them empty", field="stop")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidInput(f"{self.min_tokens} is more than max_tokens, {self.max_tokens}", field="min_tokens")
-        for token_id, bias in (self.logit_bias or {}).items():
-            if not (isinstance(token_id, int) and _is_number(bias) and math.isfinite(bias)):
-                raise InvalidInput("must map token ids to finite numbers", field="logit_bias")
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-
-_MOST = 2**31 - 1
-_INTEGERS = (
-    ("n", 1, 1024),
-    ("max_tokens", 1, _MOST),
-    ("min_tokens", 0, _MOST),
-    ("top_k", -1, _MOST),
-    ("seed", -(2**63), 2**63 - 1),
-    ("logprobs", 0, _MOST),
-    ("prompt_logprobs", 0, _MOST),
-    ("priority", -_MOST, _MOST),
-)
-_NUMBERS = (
-    ("temperature", 0.0, 100.0),
-    ("top_p", 0.0, 1.0),
-    ("min_p", 0.0, 1.0),
-    ("repetition_penalty", 0.0, 100.0),
-    ("presence_penalty", -100.0, 100.0),
-    ("frequency_penalty", -100.0, 100.0),
-)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,17 +78,33 @@ class LLM:
                 raise InvalidInput(
                     f"unknown option {name!r}", field=name, remedy="known: " + ", ".join(sorted(known - {"model"}))
                 )
-        self.config = EngineConfig(model=model, **options)
-        self.files = locate(model, revision=self.config.revision)
+        self._start(EngineConfig(model=model, **options))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> LLM:
+        """The same from options that are checked already."""
+        llm = cls.__new__(cls)
+        llm._start(config)
+        return llm
+
+    def _start(self, config: EngineConfig) -> None:
+        self.config = config
+        self.files = locate(config.model, revision=config.revision)
         # The tokenizer is built while the weights load: both spend most of their time outside of Python.
         with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as side:
-            tokenizer = side.submit(load_tokenizer, self.files)
-            core = launch(self.config, files=self.files)
-            self.tokenizer = tokenizer.result()
-        self.template = load_template(self.files, self.tokenizer)
+            text = side.submit(self._load_text)
+            core = launch(config, files=self.files)
+            text_s = text.result()
+        self.startup_s = {**core.info.startup_s, "tokenizer and template (meanwhile)": text_s}
         self._engine = InProcessEngine(core, overlap=self.config.overlap)
         self._eos_token_ids = self.files.spec().eos_token_ids or self.tokenizer.eos_token_ids
         self._defaults = self.files.generation_config()
+
+    def _load_text(self) -> float:
+        begin_s = time.monotonic()
+        self.tokenizer = load_tokenizer(self.files)
+        self.template = load_template(self.files, self.tokenizer)
+        return time.monotonic() - begin_s
 
     @property
     def info(self) -> EngineInfo:
@@ -205,14 +142,14 @@ class LLM:
         """Token ids of a conversation up to where the answer begins."""
         return self.tokenizer.encode(self.template.render(messages, **template), add_special=False)
 
-    def stream(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
+    ) -> Generator[Delta, None, None]:
         """Like `generate`, answers as they come, interleaved. Leaving the iterator early aborts what is unfinished."""
-        params = params or SamplingParams()
-        arrived: queue.SimpleQueue[Output] = queue.SimpleQueue()
-        runs = {run.request.request_id: run for run in self._runs(prompts, params)}
-        return self._follow(runs, arrived)
+        return self._follow({run.request.request_id: run for run in self._runs(prompts, params or SamplingParams())})
 
-    def _follow(self, runs: dict[str, _Run], arrived: queue.SimpleQueue[Output]) -> Iterator[Delta]:
+    def _follow(self, runs: dict[str, _Run]) -> Generator[Delta, None, None]:
+        arrived: queue.SimpleQueue[Output] = queue.SimpleQueue()
         unfinished = set(runs)
         try:
             for run in runs.values():
@@ -249,7 +186,7 @@ class LLM:
                 request = Request(
                     request_id=f"{tag}-{p}-{c}",
                     prompt_token_ids=ids,
-                    sampling=_seeded(sampling, choice_seed(params.seed, c)),
+                    sampling=msgspec.structs.replace(sampling, seed=choice_seed(params.seed, c)),
                     priority=params.priority,
                     arrival_s=now_s,
                 )
@@ -302,16 +239,10 @@ class LLM:
         if given is not None:
             return given
         configured = self._defaults.get(name)
-        return float(configured) if _is_number(configured) else neutral  # type: ignore[arg-type]
+        return neutral if configured is None else float(configured)
 
 
-def _seeded(sampling: Sampling, seed: int) -> Sampling:
-    import msgspec
-
-    return msgspec.structs.replace(sampling, seed=seed)
-
-
-def _collect(deltas: Iterator[Delta]) -> list[Completion]:
+def _collect(deltas: Iterable[Delta]) -> list[Completion]:
     done = [delta.completion for delta in deltas if delta.completion is not None]
     return sorted(done, key=lambda c: (c.prompt_index, c.index))
 

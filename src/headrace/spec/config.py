@@ -40,7 +40,7 @@ class EngineConfig:
     attention: Annotated[str, "attention backend"] = "auto"
     drafter: Annotated[str, "speculative decoding: who proposes tokens"] = "none"
     threads: Annotated[int | None, "CPU threads of the engine"] = None
-    seed: Annotated[int, "seed of dummy weights and of requests that bring none"] = 0
+    seed: Annotated[int, "seed of dummy weights"] = 0
     options: Annotated[tuple[tuple[str, str], ...], "NAME=VALUE for the chosen backend, drafter or policy"] = ()
 
     def __post_init__(self) -> None:

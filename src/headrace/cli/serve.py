@@ -1,0 +1,152 @@
+"""`headrace serve`: an OpenAI-compatible server over an engine in a process of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headrace.base.errors import InvalidInput
+from headrace.cli._options import engine_options
+from headrace.spec.config import EngineConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from starlette.types import ASGIApp
+
+    from headrace.serve.config import ServeConfig
+    from headrace.spec.locate import ModelFiles
+    from headrace.text.template import ChatTemplate
+    from headrace.text.tokenizer import Tokenizer
+
+PANEL = "Server"
+
+
+@engine_options
+def serve(
+    *,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 8000,
+    served_model_name: Annotated[
+        list[str], typer.Option(help="Name that clients ask for; the first is reported back. May be repeated.")
+    ] = [],  # noqa: B006
+    api_key: Annotated[
+        list[str], typer.Option(envvar="HEADRACE_API_KEY", help="Key that clients must send. May be repeated.")
+    ] = [],  # noqa: B006
+    chat_template: Annotated[
+        Path | None, typer.Option(help="Jinja file to use instead of the model's template.")
+    ] = None,
+    max_waiting: Annotated[int, typer.Option(help="Sequences that may wait before clients get 429.")] = 512,
+    max_body_bytes: Annotated[int, typer.Option(help="Largest request body.")] = 8 * 2**20,
+    request_limit_s: Annotated[float, typer.Option(help="Seconds after which a request ends with an error.")] = 1800.0,
+    drain_s: Annotated[float, typer.Option(help="Seconds that running requests may take after SIGTERM.")] = 30.0,
+    cors_origin: Annotated[list[str], typer.Option(help="Origin that browsers may call from. May be repeated.")] = [],  # noqa: B006
+    tokenizer_threads: Annotated[int, typer.Option(help="Threads that encode and decode text.", min=1)] = 2,
+    access_log: Annotated[bool, typer.Option("--access-log", help="Log every request.")] = False,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    config: EngineConfig,
+) -> None:
+    """Serve a model over HTTP, as OpenAI's API."""
+    import logging
+
+    level = logging.getLevelName(log_level.upper())
+    if not isinstance(level, int):
+        raise InvalidInput(f"{log_level!r} is not debug, info, warning or error", field="log_level")
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    from headrace.serve.config import SamplingDefaults, ServeConfig
+    from headrace.spec.locate import locate
+
+    files = locate(config.model, revision=config.revision)
+    settings = ServeConfig(
+        served_names=tuple(served_model_name) or (files.name,),
+        eos_token_ids=files.spec().eos_token_ids,
+        sampling_defaults=SamplingDefaults.from_generation_config(files.generation_config()),
+        api_keys=tuple(api_key),
+        max_body_bytes=max_body_bytes,
+        max_waiting=max_waiting,
+        request_limit_s=request_limit_s,
+        drain_s=drain_s,
+        cors_origins=tuple(cors_origin),
+        tokenizer_threads=tokenizer_threads,
+    )
+
+    import uvloop
+
+    uvloop.run(_serve(config, settings, files, chat_template, host, port, access_log))
+
+
+async def _serve(
+    config: EngineConfig,
+    settings: ServeConfig,
+    files: ModelFiles,
+    chat_template: Path | None,
+    host: str,
+    port: int,
+    access_log: bool,
+) -> None:
+    import asyncio
+    import logging
+    from dataclasses import replace
+
+    from headrace.engine.process import EngineProcessClient
+
+    log = logging.getLogger("headrace.serve")
+    engine = EngineProcessClient(config)
+    # While the engine loads in its own process, this one gets ready to talk.
+    starting = asyncio.create_task(engine.start())
+    try:
+        tokenizer, template = await asyncio.to_thread(_texts, files, chat_template)
+        from headrace.serve.app import create_app
+        from headrace.serve.server import run
+
+        info = await starting
+        if not settings.eos_token_ids:
+            settings = replace(settings, eos_token_ids=tokenizer.eos_token_ids)
+        app = create_app(engine, tokenizer, template, settings, mounts=_pages())
+        log.info(
+            "serving %s (%s, weights %s, %s of KV pool) on http://%s:%d/v1",
+            settings.served_names[0],
+            info.backend,
+            info.weights_precision,
+            f"{info.pool_tokens:,} tokens",
+            host,
+            port,
+        )
+        await run(app, host=host, port=port, drain_s=settings.drain_s, access_log=access_log)
+    finally:
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait([starting])
+        await engine.close()
+
+
+def _texts(files: ModelFiles, chat_template: Path | None) -> tuple[Tokenizer, ChatTemplate]:
+    from headrace.text.load import load_template, load_tokenizer
+    from headrace.text.template import ChatTemplate
+
+    tokenizer = load_tokenizer(files)
+    if chat_template is None:
+        return tokenizer, load_template(files, tokenizer)
+    try:
+        source = chat_template.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"cannot read {chat_template}: {error}", field="chat_template") from None
+    return tokenizer, ChatTemplate(source, tokenizer.special_tokens)
+
+
+def _pages() -> Mapping[str, ASGIApp]:
+    """Pages of other rooms that the server shows beside the API."""
+    from importlib.util import find_spec
+
+    if find_spec("headrace.plan.web") is None:
+        return {}
+    from headrace.plan.web import create_page  # type: ignore[import-not-found,unused-ignore]
+
+    return {"/plan": create_page()}
+
+
+def register(app: typer.Typer) -> None:
+    app.command(name="serve")(serve)
