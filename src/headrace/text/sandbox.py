@@ -1,14 +1,15 @@
 """Runs one chat template: jinja2's sandbox as transformers sets it up, with bounds on time and memory added.
 
 jinja2's sandbox keeps a template from Python's internals, but not from looping for hours or doubling a string until
-memory is gone. So loops, calls and string operations count against a budget; one run may take `MAX_STEPS` steps, and
-no text may grow past a bound that follows the size of the input.
+memory is gone. So loops, calls and string operations count against a budget; one run may take `MAX_STEPS` steps and
+`MAX_CPU_S` of processor time, and no text may grow past a bound that follows the size of the input.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from datetime import datetime
@@ -24,7 +25,8 @@ from jinja2.utils import Namespace
 
 from headrace.base.errors import InvalidInput, UnsupportedModel
 
-MAX_STEPS = 5_000_000
+MAX_STEPS = 1_000_000
+MAX_CPU_S = 2.0
 _BASE_CHARS = 1_000_000
 _CHARS_PER_INPUT_CHAR = 16
 _BUILT_PER_CHAR = 256  # intermediate texts of one run together, as a multiple of the bound on one
@@ -48,12 +50,15 @@ class _Budget:
     def __init__(self, max_chars: int) -> None:
         self.max_chars = max_chars
         self.steps = 0
+        self.deadline_s = time.thread_time() + MAX_CPU_S
         self.built_chars = 0
 
     def step(self) -> None:
         self.steps += 1
         if self.steps > MAX_STEPS:
             raise _OverBudget(f"took more than {MAX_STEPS:,} steps")
+        if self.steps % 1024 == 0 and time.thread_time() > self.deadline_s:
+            raise _OverBudget(f"took more than {MAX_CPU_S} s of processor time")
 
     def build(self, chars: int) -> None:
         """A text (or list) of this length is about to be built."""
@@ -175,7 +180,7 @@ class _Environment(ImmutableSandboxedEnvironment):
                 case "replace", (str(old), str(new), *_):
                     budget.build(_replaced_chars(owner, old, new))
                 case "join", (parts,):
-                    return _join(parts, owner)
+                    return _join(self, parts, owner)
         return super().call(context, obj, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:

@@ -57,7 +57,7 @@ def load_folder(folder: Path) -> Tokenizer:
     if missing:
         backend.add_special_tokens(missing)
 
-    if "add_bos_token" in config or "add_eos_token" in config or backend.post_processor is None:
+    if backend.num_special_tokens_to_add(False) == 0:  # tokenizer.json decides; the config speaks where it adds nothing
         put_around(
             backend,
             roles.get("bos_token") if config.get("add_bos_token") else None,

@@ -123,7 +123,7 @@ class _Vocabulary:
             raise CorruptCheckpoint(
                 f"{len(values)} entries for {len(self.tokens)} tokens", field=f"tokenizer.ggml.{name}"
             )
-        return values if isinstance(values, list) else list(values)
+        return list(values.tolist() if hasattr(values, "tolist") else values)
 
     def _id(self, name: str) -> int | None:
         id_ = self.get(f"{name}_token_id")
@@ -205,12 +205,13 @@ def _sentencepiece_bpe(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
 def implied_merges(tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
     """The merge list of a SentencePiece BPE vocabulary: every cut of a piece into two pieces, best score first.
 
-    Among cuts of equal score the longer left part comes first. Only normal pieces take part.
+    Among cuts of equal score the longer left part comes first. Control, byte and unknown tokens take no part.
     """
-    normal = {text for text, kind in zip(tokens, types, strict=True) if kind == _NORMAL}
+    written = (_NORMAL, _USER_DEFINED)
+    normal = {text for text, kind in zip(tokens, types, strict=True) if kind in written}
     ranked: list[tuple[float, int, int, str, str]] = []
     for text, score, kind in zip(tokens, scores, types, strict=True):
-        if kind == _NORMAL:
+        if kind in written:
             for cut in range(1, len(text)):
                 left, right = text[:cut], text[cut:]
                 if left in normal and right in normal:
