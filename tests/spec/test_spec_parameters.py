@@ -75,6 +75,20 @@ CASES: dict[str, dict[str, Any]] = {
     "deepseek_v32": {
         "model_type": "deepseek_v32", **ROUTED, **LATENT, "index_n_heads": 4, "index_head_dim": 16, "index_topk": 8,
     },
+    "glm_moe_dsa": {
+        "model_type": "glm_moe_dsa", **ROUTED, **LATENT, "index_n_heads": 4, "index_head_dim": 16, "index_topk": 8,
+        "index_topk_freq": 2, "num_hidden_layers": 5,
+    },
+    "gemma4": {
+        "model_type": "gemma4_text", "head_dim": 16, "global_head_dim": 24, "num_hidden_layers": 12, "sliding_window": 64,
+        "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 990, "num_kv_shared_layers": 5,
+        "use_double_wide_mlp": True,
+    },
+    "gemma4-moe": {
+        "model_type": "gemma4_text", **EXPERTS, "top_k_experts": 2, "enable_moe_block": True, "head_dim": 16,
+        "global_head_dim": 24, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "num_hidden_layers": 7,
+        "hidden_size_per_layer_input": 0,
+    },
     "glm4_moe_lite": {"model_type": "glm4_moe_lite", **ROUTED, **LATENT},
     "minicpm3": {"model_type": "minicpm3", **LATENT},
     "kimi_linear": {

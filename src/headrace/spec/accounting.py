@@ -281,7 +281,9 @@ def latent_token_bytes(a: LatentAttention, kv: str) -> int:
 
 def index_token_bytes(a: LatentAttention) -> int:
     """Keys of the sparse indexer: fp8 with one fp32 scale per 128 elements, whatever the KV precision."""
-    return 0 if a.indexer is None else a.indexer.head_dim + 4 * ceil_div(a.indexer.head_dim, 128)
+    if a.indexer is None or a.indexer.shared:
+        return 0
+    return a.indexer.head_dim + 4 * ceil_div(a.indexer.head_dim, 128)
 
 
 def state_bytes(mixer: LinearAttention | StateSpace, kv: str, state: str = "fp32", conv: str | None = None) -> int:
@@ -564,7 +566,7 @@ def _latent_flops(a: LatentAttention, start: int, length: int) -> float:
     seen = attended_tokens(start, length)
     index = 0.0
     if a.indexer is not None:
-        index = 2.0 * a.indexer.num_heads * a.indexer.head_dim * seen
+        index = 0.0 if a.indexer.shared else 2.0 * a.indexer.num_heads * a.indexer.head_dim * seen
         seen = attended_tokens(start, length, a.indexer.top_k)
     absorbed = 2.0 * a.num_heads * (2 * a.kv_lora_rank + a.rope_dim) * seen
     expand_context = 2.0 * a.kv_lora_rank * a.num_heads * (a.nope_dim + a.v_dim) * start

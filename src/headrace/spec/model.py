@@ -55,7 +55,8 @@ class Attention:
 
     `window`: tokens that a query sees, itself included (None: all). `chunked`: the window is an aligned chunk (Llama 4)
     rather than a sliding one. `kv_source`: index of the layer whose keys and values are reused (cross-layer sharing);
-    such a layer has no K/V projections and no cache of its own. `scale`: softmax scale, None means head_dim**-0.5.
+    such a layer has no K/V projections and no cache of its own. `value_from_key`: values are taken from the key projection
+    (before its norm and rotation), so there is no V projection; the cache still holds both. `scale`: softmax scale, None means head_dim**-0.5.
     """
 
     num_heads: int
@@ -73,6 +74,7 @@ class Attention:
     scale: float | None = None
     rope: Rope | None = None
     kv_source: int | None = None
+    value_from_key: bool = False
 
     @property
     def value_dim(self) -> int:
@@ -81,11 +83,15 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class SparseIndexer:
-    """DeepSeek-style top-k selector: its own small keys are cached beside the latent."""
+    """DeepSeek-style top-k selector: its own small keys are cached beside the latent.
+
+    `shared`: the layer reuses what the nearest earlier layer with an indexer selected; it has no weights or keys of its own.
+    """
 
     num_heads: int
     head_dim: int
     top_k: int
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,7 +164,8 @@ def _attention(hidden: int, a: Attention) -> Iterator[_Shape]:
     yield from _linear("attention", q_dim * (2 if a.output_gate else 1), hidden, bias=a.qkv_bias)
     if a.kv_source is None:
         yield from _linear("attention", k_dim, hidden, bias=a.qkv_bias)
-        yield from _linear("attention", v_dim, hidden, bias=a.qkv_bias)
+        if not a.value_from_key:
+            yield from _linear("attention", v_dim, hidden, bias=a.qkv_bias)
     yield from _linear("attention", hidden, a.num_heads * a.value_dim, bias=a.out_bias)
     if a.qk_norm != "none":
         full = a.qk_norm == "full"
@@ -187,7 +188,7 @@ def _latent(hidden: int, a: LatentAttention) -> Iterator[_Shape]:
     yield _Shape("norms", (a.kv_lora_rank,))
     yield from _linear("attention", a.num_heads * (a.nope_dim + a.v_dim), a.kv_lora_rank)
     yield from _linear("attention", hidden, a.num_heads * a.v_dim, bias=a.qkv_bias)
-    if (indexer := a.indexer) is not None:
+    if (indexer := a.indexer) is not None and not indexer.shared:
         # Queries from the query latent, one key per token (LayerNorm with bias), one weight per head.
         yield from _linear("attention", indexer.num_heads * indexer.head_dim, a.q_lora_rank or hidden)
         yield from _linear("attention", indexer.head_dim, hidden)

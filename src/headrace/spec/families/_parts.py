@@ -262,8 +262,10 @@ def moe(c: Config, **fields: Any) -> MoE:
     return MoE(**(values | fields))
 
 
-def window(c: Config, *, default: int | None = None) -> int | None:
-    """`sliding_window`; null or 0 means that there is none."""
+def window(c: Config, *, default: int | None = None, absent: int | None = None) -> int | None:
+    """`sliding_window`; null or 0 means `default`, none unless given. `absent` is for a config that lacks the key."""
+    if "sliding_window" not in c.raw and absent is not None:
+        return absent
     size = c.integer("sliding_window", default=default or 0, minimum=0)
     return size or None
 

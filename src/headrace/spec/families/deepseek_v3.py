@@ -1,6 +1,8 @@
 """DeepSeek-V3, R1 and their kin: MLA, sigmoid router with a correction bias, shared experts, MTP layers."""
 
 import math
+from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 from headrace.base.errors import InvalidInput
@@ -15,8 +17,18 @@ def build(c: Config) -> ModelSpec:
     )
 
 
-def latent_model(c: Config, experts: MoE, *, indexer: SparseIndexer | None = None, mtp: int = 0) -> ModelSpec:
-    """A model of MLA layers; which ones are dense is said by `mlp_layer_types` or `first_k_dense_replace`."""
+def latent_model(
+    c: Config,
+    experts: MoE,
+    *,
+    indexer: SparseIndexer | None = None,
+    shared_indexers: Collection[int] = (),
+    mtp: int = 0,
+) -> ModelSpec:
+    """A model of MLA layers; which ones are dense is said by `mlp_layer_types` or `first_k_dense_replace`.
+
+    Layers in `shared_indexers` reuse an earlier layer's selection.
+    """
     count = p.num_layers(c)
     dense_first = c.integer("first_k_dense_replace", default=0, minimum=0)
     step = c.integer("moe_layer_freq", default=1)
@@ -25,9 +37,13 @@ def latent_model(c: Config, experts: MoE, *, indexer: SparseIndexer | None = Non
         raise InvalidInput(f"mlp_layer_types has {len(given)} entries for {count} layers", field="mlp_layer_types")
     sparse = [given[i] == "sparse" if given is not None else i >= dense_first and i % step == 0 for i in range(count)]
     mixer = latent_attention(c, indexer)
+    follower = mixer if indexer is None else replace(mixer, indexer=replace(indexer, shared=True))
     return p.model(
         c,
-        [Layer(mixer, experts if is_sparse else p.mlp(c)) for is_sparse in sparse],
+        [
+            Layer(follower if i in shared_indexers else mixer, experts if is_sparse else p.mlp(c))
+            for i, is_sparse in enumerate(sparse)
+        ],
         tied=False,
         model_type={"kimi_k2": "deepseek_v3"}.get(c.model_type, c.model_type),
         mtp_layers=(Layer(mixer, experts),) * mtp,

@@ -6,5 +6,5 @@ from headrace.spec.model import Layer, ModelSpec
 
 
 def build(c: Config) -> ModelSpec:
-    layer = Layer(p.attention(c, window=p.window(c)), p.mlp(c))
+    layer = Layer(p.attention(c, window=p.window(c, absent=4096)), p.mlp(c))
     return p.model(c, [layer] * p.num_layers(c), tied=False)
