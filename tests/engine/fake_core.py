@@ -97,6 +97,7 @@ def launch(config: EngineConfig) -> EngineCore:
         max_batched_tokens=config.max_batched_tokens or 32,
         max_model_len=config.max_model_len or 128,
         prefix_caching=config.prefix_cache,
+        chunked_prefill=config.chunked_prefill,
     )
     scheduler = Scheduler(settings, layout, num_blocks, SystemClock())
     verify = options.get("verify", "yes") == "yes"

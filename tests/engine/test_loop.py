@@ -244,3 +244,17 @@ def test_an_abort_storm_leaves_no_block_behind(overlap: bool) -> None:
     assert len(reasons) == 1000
     assert reasons.count(FinishReason.ABORT) > 50
     assert reasons.count(FinishReason.LENGTH) > 50
+
+
+def test_without_chunked_prefill_every_prompt_is_computed_in_one_step() -> None:
+    requests = [request(f"r{i}", 20 + 7 * i, max_tokens=6) for i in range(8)]
+    results, steps = [], []
+    for chunked in (True, False):
+        made = core(chunked_prefill=chunked, max_batched_tokens=128 if not chunked else 16, prefix_cache=False)
+        record = drive(made, Script(submits(*requests[:5]), [], submits(*requests[5:])))
+        results.append([record.tokens(r.request_id) for r in requests])
+        timelines = [record.outputs[r.request_id][-1].finish.timeline for r in requests]  # type: ignore[union-attr]
+        steps.append([t.prefill_steps for t in timelines if t is not None])
+    assert results[0] == results[1]
+    assert min(steps[0]) > 1
+    assert steps[1] == [1] * 8

@@ -1,8 +1,11 @@
 """The `headrace` command. Each other module of this folder is one verb and exports `register(app)`."""
 
+import ast
 import importlib
+import importlib.util
 import pkgutil
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,7 +25,7 @@ def verbs() -> list[str]:
 
 
 def build(verb: str | None) -> typer.Typer:
-    """The application with the one verb asked for, or with all of them (for help and for mistyped names)."""
+    """The application with the one verb asked for, or (for help and for mistyped names) with a list of all of them."""
     app = typer.Typer(
         name="headrace",
         help="LLM inference with evidence: plan, serve, measure and advise.",
@@ -43,9 +46,30 @@ def build(verb: str | None) -> typer.Typer:
         ] = False,
     ) -> None: ...
 
-    for name in [verb] if verb is not None else verbs():
-        importlib.import_module(f"headrace.cli.{name.replace('-', '_')}").register(app)
+    if verb is not None:
+        importlib.import_module(_module(verb)).register(app)
+    else:
+        for name in verbs():
+            app.command(name=name, help=_summary(name))(_nothing)
     return app
+
+
+def _module(verb: str) -> str:
+    return f"headrace.cli.{verb.replace('-', '_')}"
+
+
+def _summary(verb: str) -> str:
+    """What a verb's file says about itself in its first line, read without running it."""
+    found = importlib.util.find_spec(_module(verb))
+    assert found is not None
+    assert found.origin is not None
+    line = (ast.get_docstring(ast.parse(Path(found.origin).read_bytes())) or "").partition("\n")[0]
+    text = line.rpartition("`: ")[2]
+    return text[:1].upper() + text[1:]
+
+
+def _nothing() -> None:
+    """Stands for a verb in the list of verbs; `main` loads the real one when it is the one asked for."""
 
 
 def main(argv: list[str] | None = None) -> None:

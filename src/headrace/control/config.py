@@ -14,6 +14,7 @@ class SchedulerConfig:
     `max_num_seqs`: sequences running at once (slots of the executor). `max_batched_tokens`: tokens computed per step.
     `max_model_len`: prompt and generated tokens of one sequence. `max_prefill_tokens`: most prompt tokens per step
     while others decode, which bounds their inter-token latency; None leaves it to the step's budget.
+    `chunked_prefill` False: a request starts only in a step that computes all that it lacks.
     `order`, `eviction`, `admission`: names under `control/policies`. `watermark`: share of the pool that admission
     keeps free for the growth of running sequences. `share_min`: a waiting request is held back for a running one that
     computes its prefix if that spares it this share of its own prompt's missing tokens, and at least a block.
@@ -24,6 +25,7 @@ class SchedulerConfig:
     max_model_len: int
     max_prefill_tokens: int | None = None
     prefix_caching: bool = True
+    chunked_prefill: bool = True
     order: str = "priority"
     eviction: str = "lru"
     admission: str = "reserve"
@@ -44,6 +46,15 @@ class SchedulerConfig:
                 f"{self.max_batched_tokens} tokens per step cannot serve {self.max_num_seqs} sequences at one each",
                 field="max_batched_tokens",
                 remedy=f"raise it to {self.max_num_seqs} or more, or lower max_num_seqs",
+            )
+        if (
+            not self.chunked_prefill
+            and min(self.max_batched_tokens, self.max_prefill_tokens or 2**63) < self.max_model_len
+        ):
+            raise InvalidInput(
+                f"without it a step must hold a whole sequence of {self.max_model_len} tokens, not {self.max_batched_tokens}",
+                field="chunked_prefill",
+                remedy=f"raise max_batched_tokens to {self.max_model_len}, or lower max_model_len",
             )
         for field in ("watermark", "share_min"):
             value = getattr(self, field)

@@ -467,6 +467,8 @@ class Scheduler:
             length = tables.room_after(hit, wanted)
         if length < 1 or (self._running and not self._admissible(known, hit, wanted)):
             return False
+        if length < known - hit.length and not self.config.chunked_prefill:
+            return False
 
         request = sequence.request
         sequence.slot = slot = self._slots.pop()

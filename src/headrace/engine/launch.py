@@ -16,6 +16,7 @@ from headrace.base.units import GIB, format_bytes
 from headrace.control.api import EngineInfo
 from headrace.control.config import SchedulerConfig
 from headrace.control.demand import Demand
+from headrace.control.policies import EVICTION, ORDER
 from headrace.control.scheduler import Scheduler
 from headrace.control.step import Executor
 from headrace.engine.backend import Backend, Limits, LoadedModel
@@ -82,8 +83,7 @@ def launch(config: EngineConfig, *, files: ModelFiles | None = None, clock: Cloc
     stages.seconds["until launch"] = clock.now() - process_start_s()
     with stages.stage("read the model's header"):
         files = files or locate(config.model, revision=config.revision)
-        spec = files.spec()
-        _check_context(config, spec)
+        _check(config, files.spec())
     with stages.stage("import the backend"):
         backend, notes = choose_backend(config, files)
     with stages.stage("load the weights"):
@@ -122,7 +122,12 @@ def choose_backend(config: EngineConfig, files: ModelFiles) -> tuple[Backend, li
     )
 
 
-def _check_context(config: EngineConfig, spec: ModelSpec) -> None:
+def _check(config: EngineConfig, spec: ModelSpec) -> None:
+    """Refuse what is wrong whatever the weights are, before they are loaded."""
+    ORDER.get(config.order)
+    EVICTION.get(config.eviction)
+    if config.drafter != "none":
+        raise InvalidInput(f"unknown drafter {config.drafter!r}", field="drafter", remedy="choose one of: none")
     if config.max_model_len is not None and config.max_model_len > spec.max_context:
         raise InvalidInput(
             f"max_model_len {config.max_model_len:,} is beyond the model's context of {spec.max_context:,} tokens",
@@ -142,7 +147,8 @@ def _assemble(
     defaults = _CPU if model.device == "cpu" else _GPU
     layout = cache_layout(model.spec, model.kv_precision, config.block_tokens or DEFAULT_BLOCK_TOKENS)
     max_num_seqs = config.max_num_seqs or defaults.max_num_seqs
-    max_batched_tokens = config.max_batched_tokens or max(defaults.max_batched_tokens, max_num_seqs)
+    longest = 0 if config.chunked_prefill else config.max_model_len or model.spec.max_context
+    max_batched_tokens = config.max_batched_tokens or max(defaults.max_batched_tokens, max_num_seqs, longest)
     pool = Pool(config, model, layout, defaults, max_num_seqs, max_batched_tokens)
     limits = Limits(pool.num_blocks, max_num_seqs, pool.max_model_len, max_batched_tokens)
     settings = SchedulerConfig(
@@ -150,6 +156,7 @@ def _assemble(
         max_batched_tokens=max_batched_tokens,
         max_model_len=pool.max_model_len,
         prefix_caching=config.prefix_cache,
+        chunked_prefill=config.chunked_prefill,
         order=config.order,
         eviction=config.eviction,
     )
