@@ -102,7 +102,7 @@ def test_a_truncated_file_is_an_error(folder, keep):
     path = folder / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:keep])
-    with pytest.raises(CorruptCheckpoint, match="truncated|damaged") as caught:
+    with pytest.raises(CorruptCheckpoint, match=r"truncated|damaged") as caught:
         Engine.of(str(folder))
     if keep < 0:
         assert caught.value.field.startswith(("model.", "lm_head"))
@@ -148,7 +148,8 @@ def test_dummy_weights_need_only_a_config(folder):
     engine = Engine.of(str(folder), load_format="dummy")
     sequence = engine.add([5, 6, 7])
     engine.generate([sequence], 5)
-    assert len(sequence.generated) == 5 and not sequence.errors
+    assert len(sequence.generated) == 5
+    assert not sequence.errors
     engine.close()
 
 
@@ -300,7 +301,7 @@ def test_gguf_truncated_names_the_tensor(tmp_path):
     write_llama(tmp_path / "m.gguf")
     data = (tmp_path / "m.gguf").read_bytes()
     (tmp_path / "m.gguf").write_bytes(data[:-5000])
-    with pytest.raises(CorruptCheckpoint, match="blk|truncated"):
+    with pytest.raises(CorruptCheckpoint, match=r"blk|truncated"):
         Engine.of(str(tmp_path / "m.gguf"))
 
 
