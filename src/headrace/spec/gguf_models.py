@@ -205,6 +205,12 @@ class _Metadata:
 
     def feed_forward(self, i: int, *, activation: str = "silu", **fields: Any) -> FeedForward:
         """Experts where layer `i` has a router, else a gated MLP."""
+        if self.has(f"blk.{i}.ffn_gate.0.weight"):
+            raise UnsupportedModel(
+                "this file stores each expert apart, as converters before April 2024 did",
+                field=f"blk.{i}.ffn_gate.0.weight",
+                remedy="convert or download it again",
+            )
         if not self.has(f"blk.{i}.ffn_gate_inp.weight"):
             return self.mlp(i, activation=activation)
         return self.moe(i, activation=activation, **fields)

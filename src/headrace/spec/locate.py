@@ -102,7 +102,7 @@ def locate(model: str, *, revision: str | None = None, offline: bool | None = No
     `HF_HUB_OFFLINE` says). Raises InvalidInput with the remedy if nothing is found.
     """
     path = Path(model).expanduser()
-    if path.is_dir():
+    if model and path.is_dir():
         return _folder(path)
     if path.is_file():
         return _file(path)
@@ -159,7 +159,7 @@ def _folder(root: Path, name: str | None = None) -> ModelFiles:
             "hf",
             root,
             config_path=config,
-            weights=tuple(sorted(root.glob("*.safetensors"))),
+            weights=_safetensors(root),
             tokenizer_path=_existing(root / "tokenizer.json"),
             generation_config_path=_existing(root / "generation_config.json"),
             chat_template_path=_existing(root / "chat_template.jinja"),
@@ -173,6 +173,12 @@ def _folder(root: Path, name: str | None = None) -> ModelFiles:
             f"{root} holds several GGUF models", field="model", remedy="name one: " + ", ".join(p.name for p in models)
         )
     raise InvalidInput(f"{root} holds neither a config.json nor a .gguf file", field="model")
+
+
+def _safetensors(root: Path) -> tuple[Path, ...]:
+    """All safetensors files, except a `consolidated` copy of the same weights in the maker's own naming."""
+    found = sorted(root.glob("*.safetensors"))
+    return tuple([p for p in found if not p.name.startswith("consolidated")] or found)
 
 
 def _existing(path: Path) -> Path | None:

