@@ -9,6 +9,7 @@
 
 #include "model.h"
 #include "pack.h"
+#include "sample.h"
 
 namespace nb = nanobind;
 using namespace headrace;
@@ -158,7 +159,7 @@ void set_kv(PyModel& m, Bytes pool, int type, int slots, int64_t blocks, int blo
   p.kv_heads = kv_heads;
   p.head_dim = head_dim;
   p.value_dim = value_dim;
-  const int64_t scales = p.type == KvType::s8 ? (int64_t)kv_heads * block_tokens * 8 : 0;
+  const int64_t scales = p.type == KvType::s8 ? (int64_t)kv_heads * block_tokens * 4 : 0;
   p.block_stride = (int64_t)kv_heads * block_tokens * (head_dim + value_dim) * p.element() + scales;
   require((int64_t)pool.shape(0) == p.block_stride * blocks * slots, "pool: wrong number of bytes");
   require(head_dim <= 1024 && value_dim <= 1024, "head_dim: above 1024");
@@ -224,6 +225,35 @@ void step(PyModel& m, Ints tokens, Ints row_start, Ints context, Tables tables, 
   b.logits = logits.data();
   nb::gil_scoped_release release;
   m.model.step(b);
+}
+
+template <class T>
+using Column = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+void sample_rows(Rows logits, Column<const uint8_t> greedy, Column<const float> temperature, Column<const int64_t> top_k, Column<const double> top_p,
+                 Column<const float> min_p, Column<const double> uniform, Column<int64_t> ids, Column<uint8_t> state, Pool& pool) {
+  const int64_t rows = logits.shape(0), vocab = logits.shape(1);
+  for (size_t n : {greedy.shape(0), temperature.shape(0), top_k.shape(0), top_p.shape(0), min_p.shape(0), uniform.shape(0), ids.shape(0), state.shape(0)})
+    require((int64_t)n == rows, "sample: columns of different lengths");
+  const Kernels* k = select_kernels("auto");
+  nb::gil_scoped_release release;
+  pool.run(rows, [&](int64_t r, int) {
+    const Rule rule{greedy.data()[r] != 0, temperature.data()[r], top_k.data()[r], top_p.data()[r], min_p.data()[r], uniform.data()[r]};
+    ids.data()[r] = choose(*k, logits.data() + r * vocab, vocab, rule, state.data() + r);
+  });
+}
+
+void logprob_rows(Rows logits, Column<const int64_t> ids, Column<const int64_t> wanted, Column<double> own, Column<int64_t> rank,
+                  nb::ndarray<int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> top_ids, nb::ndarray<double, nb::ndim<2>, nb::c_contig, nb::device::cpu> top_values, Pool& pool) {
+  const int64_t rows = logits.shape(0), vocab = logits.shape(1), width = top_ids.shape(1);
+  for (size_t n : {ids.shape(0), wanted.shape(0), own.shape(0), rank.shape(0), top_ids.shape(0), top_values.shape(0)}) require((int64_t)n == rows, "logprobs: columns of different lengths");
+  require((int64_t)top_values.shape(1) == width, "top_values: wrong shape");
+  for (int64_t r = 0; r < rows; r++) require(ids.data()[r] >= 0 && ids.data()[r] < vocab && wanted.data()[r] >= 0 && wanted.data()[r] <= std::min(width, vocab), "logprobs: out of range");
+  const Kernels* k = select_kernels("auto");
+  nb::gil_scoped_release release;
+  pool.run(rows, [&](int64_t r, int) {
+    log_probabilities(*k, logits.data() + r * vocab, vocab, ids.data()[r], wanted.data()[r], own.data() + r, rank.data() + r, top_ids.data() + r * width, top_values.data() + r * width);
+  });
 }
 
 }  // namespace
@@ -298,6 +328,11 @@ NB_MODULE(_native, mod) {
     for (int64_t t = 0; t < m.m.tiles; t++) k->gemm_q(m.m, t, q, 0, rows, out.data() + t * kTile, out.shape(1));
   }, nb::arg("matrix"), nb::arg("x"), nb::arg("out"), nb::arg("kernels") = "auto", nb::arg("exact") = false,
      "One product, for tests: out[rows][tiles * 16].");
+
+  mod.def("sample", &sample_rows, nb::arg("logits"), nb::arg("greedy"), nb::arg("temperature"), nb::arg("top_k"), nb::arg("top_p"), nb::arg("min_p"), nb::arg("uniform"), nb::arg("ids"), nb::arg("state"), nb::arg("pool"),
+          "Choose one token per row. state: 0 chosen, 1 logits not finite, 2 nothing allowed (every logit is -inf).");
+  mod.def("logprobs", &logprob_rows, nb::arg("logits"), nb::arg("ids"), nb::arg("wanted"), nb::arg("own"), nb::arg("rank"), nb::arg("top_ids"), nb::arg("top_values"), nb::arg("pool"),
+          "Log-probability and rank of ids, and the best alternatives of each row.");
 
   nb::class_<PyModel>(mod, "Model")
       .def("__init__", [](PyModel* self, nb::dict d, std::shared_ptr<Pool> pool, const std::string& name) {

@@ -10,7 +10,7 @@ enum class Activation : int { silu = 0, gelu_tanh = 1, gelu = 2, relu = 3, relu2
 enum class KvType : int { f16 = 0, f32 = 1, s8 = 2 };
 
 // One layer's part of a paged KV pool. Block b holds, for each KV head, keys [head_dim][block_tokens] (so that 16 tokens
-// of one dimension are one vector) and then values [block_tokens][value_dim]. s8 keeps one float scale per token and head
+// of one dimension are one vector) and then values [block_tokens][value_dim]. s8 keeps one fp16 scale per token and head
 // for keys and one for values, after the codes of all heads.
 struct KvPool {
   KvType type = KvType::f16;
@@ -26,11 +26,11 @@ struct KvPool {
     return base + block * block_stride + (int64_t)kv_heads * block_tokens * head_dim * element() +
            (int64_t)head * block_tokens * value_dim * element();
   }
-  float* key_scales(int64_t block, int head) const {  // s8 only, [block_tokens]
-    return reinterpret_cast<float*>(base + block * block_stride + (int64_t)kv_heads * block_tokens * (head_dim + value_dim)) +
+  uint16_t* key_scales(int64_t block, int head) const {  // s8 only, fp16 [block_tokens]
+    return reinterpret_cast<uint16_t*>(base + block * block_stride + (int64_t)kv_heads * block_tokens * (head_dim + value_dim)) +
            (int64_t)head * block_tokens;
   }
-  float* value_scales(int64_t block, int head) const {
+  uint16_t* value_scales(int64_t block, int head) const {
     return key_scales(block, kv_heads) + (int64_t)head * block_tokens;
   }
 };
@@ -65,6 +65,8 @@ struct Kernels {
   // gate[i] = act(gate[i]) * up[i]
   void (*gated)(Activation act, float* gate, const float* up, int64_t n);
   void (*attention)(const KvPool& kv, const AttentionItem& item, float* scratch);
+  // out[i] = exp((x[i] - top) * factor)
+  void (*exponentials)(const float* x, int64_t n, float top, float factor, float* out);
   // Store keys [kv_heads * head_dim] and values of one token at (block, offset).
   void (*store_kv)(const KvPool& kv, int64_t block, int offset, const float* k, const float* v);
 };

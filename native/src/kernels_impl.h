@@ -201,6 +201,17 @@ static void rms_norm(const float* x, const float* weight, float offset, int64_t 
   for (; i < n; i++) out[i] = x[i] * r * (weight[i] + offset);
 }
 
+static void exponentials(const float* x, int64_t n, float top, float factor, float* out) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) store(out + i, exp(mul(sub(load(x + i), set1(top)), set1(factor))));
+  if (i < n) {
+    float tail[16] = {0};
+    std::memcpy(tail, x + i, (n - i) * 4);
+    store(tail, exp(mul(sub(load(tail), set1(top)), set1(factor))));
+    std::memcpy(out + i, tail, (n - i) * 4);
+  }
+}
+
 inline F activate(Activation act, F g) {
   switch (act) {
     case Activation::silu: return div(g, add(set1(1.0f), exp(sub(zero(), g))));
@@ -328,7 +339,7 @@ static void attend(const KvPool& kv, const AttentionItem& it, int first_pair, fl
     F s[R];
     score_block<T, R>(kv.keys(block, it.head), bt, (int)(t % bt), kv.head_dim, q, s);
     for (int r = 0; r < R; r++) {
-      if constexpr (T == KvType::s8) s[r] = mul(s[r], load(kv.key_scales(block, it.head) + t % bt));
+      if constexpr (T == KvType::s8) s[r] = mul(s[r], load_f16(kv.key_scales(block, it.head) + t % bt));
       if (it.softcap > 0) s[r] = mul(set1(it.softcap), tanh(mul(s[r], set1(1.0f / it.softcap))));
       if (t < lo[r] || t + 16 > hi[r]) s[r] = keep_lanes(s[r], (int)(lo[r] - t), (int)std::min<int64_t>(hi[r] - t, 16), minus_inf);
       store(p[r] + t, s[r]);
@@ -347,7 +358,7 @@ static void attend(const KvPool& kv, const AttentionItem& it, int first_pair, fl
       const F e = exp(sub(load(p[r] + t), mv));
       sum = add(sum, e);
       if constexpr (T == KvType::s8) {
-        store(p[r] + t, mul(e, load(kv.value_scales(it.table[t / bt], it.head) + t % bt)));
+        store(p[r] + t, mul(e, load_f16(kv.value_scales(it.table[t / bt], it.head) + t % bt)));
       } else {
         store(p[r] + t, e);
       }
@@ -406,15 +417,16 @@ static void store_kv(const KvPool& kv, int64_t block, int offset, const float* k
       }
       for (int d = 0; d < dv; d += 16) store_f16((uint16_t*)values + (int64_t)offset * dv + d, load(vh + d));
     } else {
-      const auto code = [](const float* x, int n, float* scale, int8_t* out) {
+      const auto code = [](const float* x, int n, uint16_t* scale, int8_t* out) {
         F top = zero(), broken = zero();
         for (int d = 0; d < n; d += 16) {
           top = max(abs(load(x + d)), top);
           broken = fma(load(x + d), zero(), broken);
         }
         const float m = max_lanes(top), bad = sum_lanes(broken);
-        *scale = m / 127.0f + bad;
-        const F inverse = set1(m > 0 && bad == 0 ? 127.0f / m : 0.0f);
+        *scale = float_to_half(m / 127.0f + bad);
+        const float rounded = half_to_float(*scale);  // codes are made for the scale that will be read back
+        const F inverse = set1(rounded > 0 && bad == 0 ? 1.0f / rounded : 0.0f);
         for (int d = 0; d < n; d += 16) store_s8(out + d, round(mul(load(x + d), inverse)));
       };
       int8_t row[1024];
