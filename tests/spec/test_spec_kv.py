@@ -161,6 +161,14 @@ def test_uneven_groups_are_padded_and_the_padding_is_paid_for() -> None:
     assert sum(len(g.layers) for g in layout.groups) == 26
 
 
+def test_layout_bytes_per_token_are_those_of_the_model_plus_padding() -> None:
+    even, uneven = spec_from_hf(GEMMA3), spec_from_hf(GEMMA3 | {"num_hidden_layers": 26})
+    per_layer = 2 * 256 * 2
+    for spec, padding in ((spec_from_hf(MISTRAL), 0), (even, 0), (uneven, 2 * per_layer)):
+        layout = accounting.cache_layout(spec, "fp16", 16)
+        assert accounting.layout_bytes_per_token(layout) == accounting.kv_bytes_per_token(spec, "fp16") + padding
+
+
 def test_a_window_as_long_as_the_context_is_no_window() -> None:
     layout = accounting.cache_layout(
         spec_from_hf(MISTRAL | {"sliding_window": 32768, "max_position_embeddings": 32768}), "fp16", 16

@@ -463,6 +463,11 @@ def pool_tokens(blocks: int, layout: CacheLayout) -> int:
     return blocks // layout.num_groups * layout.block_tokens
 
 
+def layout_bytes_per_token(layout: CacheLayout) -> int:
+    """Bytes of the pool that one more token takes while no window is full: `kv_bytes_per_token` plus padded slots."""
+    return layout.num_groups * layout.bytes_per_block // layout.block_tokens
+
+
 # --------------------------------------------------------------------------------------------------------- FLOPs
 
 
