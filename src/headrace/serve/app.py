@@ -74,6 +74,9 @@ def create_app(
             body |= {"model": info.model, "backend": info.backend, "notes": list(info.notes)}
         return json_response(body, 200 if state == "ready" else 503)
 
+    async def show_engine(request: Request) -> Response:
+        return json_response({"info": engine.info, "stats": engine.stats})
+
     async def show_metrics(request: Request) -> Response:
         return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -102,6 +105,7 @@ def create_app(
         post("/detokenize", Detokenize(front)),
         post("/reset_prefix_cache", flush),
         Route("/health", health, methods=["GET"]),
+        Route("/engine", show_engine, methods=["GET"]),
         Route("/metrics", show_metrics, methods=["GET"]),
         Route("/openapi.json", show_openapi, methods=["GET"]),
         *(Mount(path, mounted) for path, mounted in (mounts or {}).items()),

@@ -31,6 +31,7 @@ _GETS: tuple[tuple[str, str, type[BaseModel] | None], ...] = (
     ("/v1/models", "The models served", responses.ModelList),
     ("/v1/models/{model}", "One model", responses.ModelCard),
     ("/health", "Whether requests are taken", responses.Health),
+    ("/engine", "Facts of the running engine: sizes, memory predicted and real, counters", responses.Engine),
     ("/metrics", "Prometheus metrics", None),
     ("/openapi.json", "This document", None),
 )
@@ -69,7 +70,7 @@ def openapi_document(info: EngineInfo, config: ServeConfig) -> dict[str, Any]:
     for path, summary, shape in _GETS:
         kind = "text/plain" if path == "/metrics" else "application/json"
         content = {kind: _ref(shape) if shape is not None else {}}
-        errors = ("401", "404") if "{model}" in path else ("401",) if path.startswith("/v1") else ()
+        errors = ("401", "404") if "{model}" in path else ("401",) if path.startswith(("/v1", "/engine")) else ()
         operation = {"summary": summary, "responses": _responses(content, errors)}
         if path == "/health":
             operation["responses"]["503"] = {"description": "Not now", "content": content}

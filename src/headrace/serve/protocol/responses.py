@@ -190,5 +190,12 @@ class Health(Shape):
     notes: list[str] | None = None
 
 
+class Engine(Shape):
+    """`info`: fields of `headrace.control.api.EngineInfo`; `stats`: of `EngineStats`."""
+
+    info: dict[str, Any]
+    stats: dict[str, Any]
+
+
 class Done(Shape):
     status: Literal["ok"]
