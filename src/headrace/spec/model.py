@@ -56,7 +56,8 @@ class Attention:
     `window`: tokens that a query sees, itself included (None: all). `chunked`: the window is an aligned chunk (Llama 4)
     rather than a sliding one. `kv_source`: index of the layer whose keys and values are reused (cross-layer sharing);
     such a layer has no K/V projections and no cache of its own. `value_from_key`: values are taken from the key projection
-    (before its norm and rotation), so there is no V projection; the cache still holds both. `scale`: softmax scale, None means head_dim**-0.5.
+    (before its norm and rotation), so there is no V projection; the cache still holds both.
+    `scale`: softmax scale, None means head_dim**-0.5.
     """
 
     num_heads: int
