@@ -35,6 +35,7 @@ class ScriptedEngine:
         self.tokenizer = tokenizer
         self.reply: Callable[[Request], list[int]] = self.any_words
         self.per_output = 1
+        self.pause_s = 0.0
         self.fail_at: int | None = None
         self.hold_after: int | None = None
         self.go = asyncio.Event()
@@ -133,7 +134,7 @@ class ScriptedEngine:
         while True:
             if self.hold_after is not None and len(ids) >= self.hold_after:
                 await self._go_or_end(request)
-            await asyncio.sleep(0)
+            await asyncio.sleep(self.pause_s if ids else 0)
             if self._killed.is_set() and self.state != "ready":
                 yield self._end(request, FinishReason.ERROR, len(ids), error="the engine process ended with code -9")
                 return
