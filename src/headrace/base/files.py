@@ -13,6 +13,7 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     raw = data.encode() if isinstance(data, str) else data
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
+        os.fchmod(handle, 0o644)  # a temporary file is private, the file it becomes is not
         with os.fdopen(handle, "wb") as out:
             out.write(raw)
             out.flush()
