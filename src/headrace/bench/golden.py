@@ -229,6 +229,8 @@ def override_script(script: GoldenScript, text: str) -> GoldenScript:
     changes: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
+        if name not in script.__dataclass_fields__:
+            raise InvalidInput(f"unknown field {name!r}", field="X-Golden")
         kind = type(getattr(script, name))
         changes[name] = value == "true" if kind is bool else kind(value)
     changed = replace(script, **changes)

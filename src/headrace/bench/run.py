@@ -39,6 +39,7 @@ from headrace.bench.worker import RunMeta, ShareReport, drive_share
 from headrace.bench.workloads import find_workload, workload_options
 
 RECORDS = "records.jsonl"
+_HIDDEN = "***"
 
 
 class InvalidRun(Exception):
@@ -88,15 +89,17 @@ async def run(
     return await _send(out, meta, watch, frozenset(), 0.0)
 
 
-async def resume(out: Path, watch: Watch | None = None) -> dict[str, Any]:
+async def resume(out: Path, watch: Watch | None = None, *, api_key: str | None = None) -> dict[str, Any]:
     """Go on with a run that was interrupted: what is recorded stays, the rest is sent, the clock goes on where it stopped.
 
-    A session that was under way starts again from its first request, since its history is gone.
+    A session that was under way starts again from its first request, since its history is gone. Keys are not stored
+    with a run: `api_key` gives the bearer token anew.
     """
     watch = watch or Watch()
     if not (out / META_FILE).exists():
         raise InvalidInput(f"{out} holds no run", field="DIR")
     meta = msgspec.json.decode((out / META_FILE).read_bytes(), type=RunMeta)
+    meta.settings = _with_key(meta.settings, api_key)
     if meta.finished:
         raise InvalidInput(f"the run in {out} has finished", field="DIR")
     _merge_parts(out)
@@ -262,10 +265,18 @@ def _write_meta(out: Path, meta: RunMeta) -> None:
 def _without_secrets(meta: RunMeta) -> RunMeta:
     """Keys do not belong into files: values of authorization headers are replaced, and a resume takes them anew."""
     hidden = tuple(
-        (k, "***" if k.lower() in ("authorization", "x-api-key") else v) for k, v in meta.settings.endpoint.headers
+        (k, _HIDDEN if k.lower() in ("authorization", "x-api-key") else v) for k, v in meta.settings.endpoint.headers
     )
     endpoint = replace(meta.settings.endpoint, headers=hidden)
     return msgspec.structs.replace(meta, settings=msgspec.structs.replace(meta.settings, endpoint=endpoint))
+
+
+def _with_key(settings: RunSettings, api_key: str | None) -> RunSettings:
+    kept = tuple((name, value) for name, value in settings.endpoint.headers if value != _HIDDEN)
+    if len(kept) < len(settings.endpoint.headers) and not api_key:
+        raise InvalidInput("the run used a key, which is not stored", field="--api-key", remedy="give it again")
+    headers = (*kept, ("Authorization", f"Bearer {api_key}")) if api_key else kept
+    return msgspec.structs.replace(settings, endpoint=replace(settings.endpoint, headers=headers))
 
 
 def _now() -> str:

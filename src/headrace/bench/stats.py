@@ -140,11 +140,12 @@ def paired(a: Array, b: Array) -> RatioEstimate:
     return _estimate(float(log_ratios.mean()), float(interleaved_half_width(log_ratios)), len(a), "interleaved runs")
 
 
-def unpaired(a: Array, b: Array, assumed_noise: float) -> RatioEstimate:
+def unpaired(a: Array, b: Array, assumed_noise: float, within: float = 0.0) -> RatioEstimate:
     """B over A from runs that were not interleaved.
 
     With at least two runs on each side Welch's t on the logarithms; otherwise nothing is known about how runs vary,
-    and `assumed_noise` (relative standard deviation between runs) stands in for it, which `basis` says.
+    and `assumed_noise` (relative standard deviation between runs) stands in for it, which `basis` says; `within` is the
+    half width, on the log scale, that the bootstrap within the runs leaves, and is added to it in quadrature.
     """
     log_a, log_b = np.log(a), np.log(b)
     centre = float(log_b.mean() - log_a.mean())
@@ -155,7 +156,12 @@ def unpaired(a: Array, b: Array, assumed_noise: float) -> RatioEstimate:
         half = float(scipy_stats.t.ppf((1 + CONFIDENCE) / 2, freedom) * np.sqrt(spread))
         return _estimate(centre, half, min(len(a), len(b)), "separate runs, Welch")
     half = float(scipy_stats.norm.ppf((1 + CONFIDENCE) / 2)) * assumed_noise * float(np.sqrt(1 / len(a) + 1 / len(b)))
-    return _estimate(centre, half, min(len(a), len(b)), f"one run each, {assumed_noise:.1%} run-to-run noise assumed")
+    return _estimate(
+        centre,
+        float(np.hypot(half, within)),
+        min(len(a), len(b)),
+        f"one run each, {assumed_noise:.1%} run-to-run noise assumed",
+    )
 
 
 def _estimate(centre: float, half: float, pairs: int, basis: str) -> RatioEstimate:

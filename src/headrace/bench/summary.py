@@ -37,11 +37,12 @@ def summarize(
         "schema": SCHEMA,
         "created": meta.created,
         "model": settings.endpoint.model,
-        "engine": settings.target.get("engine") or engine,
+        "engine": settings.target.get("engine") or (f"unknown, with the metrics of {engine}" if engine else ""),
         "workload": settings.workload,
         "settings": msgspec.to_builtins(settings),
         "host": meta.host,
         "duration_s": view.duration_s,
+        "arrival_span_s": _arrival_span_s(view),
         "requests": {
             "sent": len(records),
             "ok": outcomes[Outcome.OK.value],
@@ -70,6 +71,14 @@ def summarize(
     return summary
 
 
+def _arrival_span_s(view: RunView) -> float:
+    """From the first intended send to one mean gap after the last: what the offered rate is counted over."""
+    intended = sorted(r.intended_s for r in view.records)
+    if len(intended) < 2:
+        return 0.0
+    return (intended[-1] - intended[0]) * len(intended) / (len(intended) - 1)
+
+
 def _tokens(view: RunView) -> dict[str, Any]:
     ok = view.ok
     counted = [r for r in ok if r.prompt_tokens is not None]
@@ -90,6 +99,8 @@ def _notes(view: RunView, report: ShareReport, limit: int | None) -> list[str]:
         notes.append(f"tokens per chunk are estimated in {estimated} of {len(ok)} answers: ITL is approximate there")
     if report.skipped or report.clipped:
         notes.append(f"longer than the context: {report.skipped} requests left out, {report.clipped} clipped")
+    if report.unsent:
+        notes.append(f"{report.unsent} calls were not sent: their sessions ended early, at a failure or at the limit")
     if report.exhausted and limit is not None and len(view.records) + report.unsent < limit:
         notes.append(f"the workload has only {len(view.records)} requests, {limit} were asked for")
     if len(ok) < 100:

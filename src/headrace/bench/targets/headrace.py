@@ -1,0 +1,5 @@
+"""Headrace's own server."""
+
+from headrace.bench.targets import EngineTarget
+
+TARGET = EngineTarget("headrace")

@@ -1,0 +1,5 @@
+"""SGLang."""
+
+from headrace.bench.targets import EngineTarget
+
+TARGET = EngineTarget("sglang")

@@ -1,0 +1,5 @@
+"""TensorRT-LLM."""
+
+from headrace.bench.targets import EngineTarget
+
+TARGET = EngineTarget("tensorrt-llm")

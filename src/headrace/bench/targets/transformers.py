@@ -1,0 +1,5 @@
+"""transformers serve."""
+
+from headrace.bench.targets import EngineTarget
+
+TARGET = EngineTarget("transformers")

@@ -1,0 +1,5 @@
+"""vLLM."""
+
+from headrace.bench.targets import EngineTarget
+
+TARGET = EngineTarget("vllm")

@@ -1,0 +1,363 @@
+"""`headrace bench`: load tests with intervals against any OpenAI-compatible endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from headrace.base.errors import InvalidInput
+from headrace.bench.load_options import LoadOptions
+from headrace.cli._bench_options import load_options
+
+Url = Annotated[str, typer.Option("--url", help="Base URL of an OpenAI-compatible endpoint.", show_default=False)]
+TargetText = Annotated[
+    str,
+    typer.Option(
+        "--target",
+        help="Engine to start for the run: NAME[:setting=value,…] (see headrace bench targets).",
+        show_default=False,
+    ),
+]
+Model = Annotated[
+    str, typer.Option("--model", help="Model name the endpoint serves, or model to start.", show_default=False)
+]
+Out = Annotated[Path, typer.Option("--out", help="New folder for records, summary and report.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout.")]
+WithReport = Annotated[bool, typer.Option("--report/--no-report", help="Write report.html beside the summary.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the application."""
+    bench = typer.Typer(help="Load tests with intervals against any OpenAI-compatible endpoint.", no_args_is_help=True)
+    for command in (run, resume, ab, compare, report_, golden, workloads, targets):
+        name = command.__name__.strip("_").replace("_", "-")
+        bench.command(name)(load_options(command) if "load" in command.__annotations__ else command)
+    app.add_typer(bench, name="bench")
+
+
+def run(
+    load: LoadOptions,
+    out: Out,
+    url: Url = "",
+    target: TargetText = "",
+    model: Model = "",
+    repeats: Annotated[int, typer.Option(help="Whole runs, for intervals between runs.")] = 1,
+    find_max: Annotated[bool, typer.Option("--find-max", help="Search the highest rate that keeps --slo.")] = False,
+    plan: Annotated[
+        str, typer.Option(help="Set a plan beside the figures: GPU id, or a file of `headrace plan perf --json`.")
+    ] = "",
+    as_json: AsJson = False,
+    report: WithReport = True,
+) -> None:
+    """Send traffic and measure it. A list of rates or concurrencies makes a sweep."""
+    from headrace.bench import series
+    from headrace.bench.slo import Slo
+    from headrace.bench.targets import parse_target
+    from headrace.bench.targets._process import open_target
+
+    if bool(url) == bool(target):
+        raise InvalidInput("give one of --url and --target", field="--url")
+    if repeats < 1:
+        raise InvalidInput(f"must be at least 1, got {repeats}", field="--repeats")
+    swept, values = load.points()
+    if sum((bool(values), repeats > 1, find_max)) > 1:
+        raise InvalidInput(
+            "a sweep, --repeats and --find-max are three different things", field="--repeats", remedy="use one"
+        )
+    if find_max and not load.slo:
+        raise InvalidInput("is needed by --find-max", field="--slo", remedy="--slo ttft_p99<500ms,itl_p99<50ms")
+    if find_max and load.concurrency:
+        raise InvalidInput("has no meaning with --find-max", field="--concurrency")
+    spec = parse_target(url or target)
+    settings = load.settings(model=model if url else "") if not values else load.point(swept, values[0])
+    prediction = _prediction(plan) if plan else None
+    _new_folder(out)
+
+    async def go() -> dict[str, Any]:
+        with _progress(load, as_json) as watch:
+            async with open_target(spec, model, out / "target.log") as running:
+                shared: dict[str, Any] = {"target": running, "headroom": load.headroom, "natural": load.natural_length}
+                if find_max:
+                    start = float(load.rate) if load.rate else 1.0
+                    return await series.search(settings, Slo.parse(load.slo), start, out, watch, **shared)
+                if values:
+                    points = [(value, load.point(swept, value)) for value in values]
+                    return await series.sweep(settings, points, swept, out, watch, **shared)
+                if repeats > 1:
+                    return await series.repeats(settings, repeats, out, watch, **shared)
+                from headrace.bench.run import run as once
+
+                aimed = series.aimed(settings, running)
+                return await once(aimed, out, watch, headroom=load.headroom, natural_length=load.natural_length)
+
+    summary = _finish(go())
+    if prediction is not None:
+        from headrace.bench.planned import set_beside
+
+        summary = set_beside(out, summary, prediction)
+    _conclude(out, summary, as_json=as_json, report=report)
+
+
+def resume(
+    folder: Annotated[Path, typer.Argument(help="Folder of an interrupted run.")],
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", show_envvar=False, help="Keys are not stored.")
+    ] = None,
+    as_json: AsJson = False,
+    report: WithReport = True,
+) -> None:
+    """Go on with a run that was interrupted."""
+    from headrace.bench.run import resume as go_on
+
+    async def go() -> dict[str, Any]:
+        with _progress(None, as_json) as watch:
+            return await go_on(folder, watch, api_key=api_key)
+
+    _conclude(folder, _finish(go()), as_json=as_json, report=report)
+
+
+def ab(
+    load: LoadOptions,
+    a: Annotated[str, typer.Option("--a", help="First target: URL or NAME[:setting=value,…].")],
+    b: Annotated[str, typer.Option("--b", help="Second target.")],
+    out: Out,
+    model: Model = "",
+    model_b: Annotated[str, typer.Option(help="Model of the second target, where it has another name.")] = "",
+    pairs: Annotated[int, typer.Option(help="Pairs of runs, an even number from 4.")] = 8,
+    margin: Annotated[str, typer.Option(help="Loss that is acceptable, such as 5%.", show_default=False)] = "",
+    metric: Annotated[str, typer.Option(help="The figure that decides.")] = "output_tokens_per_s",
+    as_json: AsJson = False,
+    report: WithReport = True,
+) -> None:
+    """Run two targets interleaved A B B A and judge B against A."""
+    from headrace.bench import series
+    from headrace.bench.stats import parse_share
+    from headrace.bench.targets import parse_target
+    from headrace.bench.targets._process import open_target
+
+    if load.points()[1]:
+        raise InvalidInput("a sweep cannot be interleaved", field="--rate" if load.rate else "--concurrency")
+    settings, share = load.settings(), parse_share(margin, "--margin") if margin else None
+    specs = parse_target(a), parse_target(b)
+    _new_folder(out)
+
+    async def go() -> dict[str, Any]:
+        with _progress(load, as_json) as watch:
+            async with (
+                open_target(specs[0], model, out / "target-a.log") as first,
+                open_target(specs[1], model_b or model, out / "target-b.log") as second,
+            ):
+                for running, name in ((first, model), (second, model_b or model)):
+                    if name and not running.info.get("engine"):
+                        running.model = name
+                return await series.interleaved(
+                    settings,
+                    first,
+                    second,
+                    (specs[0].label, specs[1].label),
+                    pairs,
+                    out,
+                    watch,
+                    margin=share,
+                    primary=metric,
+                    headroom=load.headroom,
+                    natural=load.natural_length,
+                )
+
+    found = _finish(go())
+    _write_report(out, report)
+    _say_comparison(found, as_json)
+
+
+def compare(
+    a: Annotated[Path, typer.Argument(help="Folder of the first run, or of its repeats.")],
+    b: Annotated[Path, typer.Argument(help="Folder of the second run, or of its repeats.")],
+    margin: Annotated[str, typer.Option(help="Loss that is acceptable, such as 5%.", show_default=False)] = "",
+    metric: Annotated[str, typer.Option(help="The figure that decides.")] = "output_tokens_per_s",
+    run_noise: Annotated[str, typer.Option(help="Noise between runs assumed where there is one run each.")] = "3%",
+    out: Annotated[Path | None, typer.Option("--out", help="New folder for the comparison and its report.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare finished runs: ratios with intervals, a verdict, and a mark where they were not interleaved."""
+    import msgspec
+
+    from headrace.base.files import write_atomic
+    from headrace.bench.compare import COMPARISON_FILE, compare_folders
+    from headrace.bench.stats import parse_share
+
+    found = compare_folders(
+        a,
+        b,
+        margin=parse_share(margin, "--margin") if margin else None,
+        noise=parse_share(run_noise, "--run-noise"),
+        primary=metric,
+    )
+    if out is not None:
+        _new_folder(out)
+        write_atomic(out / COMPARISON_FILE, msgspec.json.format(msgspec.json.encode(found), indent=1))
+        _write_report(out, True)
+    _say_comparison(found, as_json)
+
+
+def report_(
+    folder: Annotated[Path, typer.Argument(help="Folder of a run, its repeats, a sweep, a comparison or a ladder.")],
+    png: Annotated[bool, typer.Option("--png", help="Also write each chart as a PNG file.")] = False,
+) -> None:
+    """Write report.html anew from what a folder holds, and its charts as PNG files."""
+    from headrace.bench import page
+    from headrace.bench.report import content, write_report
+
+    typer.echo(write_report(folder))
+    if png:
+        for path in page.write_pngs(folder / "charts", content(folder)[3]):
+            typer.echo(path)
+
+
+def golden(
+    port: Annotated[int, typer.Option(help="Port of 127.0.0.1.")] = 8100,
+    ttft_ms: Annotated[float, typer.Option(help="Milliseconds from the request to the first event.")] = 50.0,
+    itl_ms: Annotated[float, typer.Option(help="Milliseconds per token after that.")] = 5.0,
+    tokens_per_chunk: Annotated[int, typer.Option(help="Tokens in each event.")] = 1,
+    prefill_us_per_token: Annotated[float, typer.Option(help="Microseconds added per uncached prompt token.")] = 0.0,
+    slots: Annotated[int, typer.Option(help="Requests served at once, others queue; 0: no limit.")] = 0,
+    output_tokens: Annotated[int, typer.Option(help="Tokens of an answer when the request does not say.")] = 16,
+    max_context: Annotated[int, typer.Option(help="Longest prompt plus answer.")] = 1_000_000,
+    prefix_cache: Annotated[bool, typer.Option(help="Answer known prefixes from a pretended cache.")] = False,
+    http_error_every: Annotated[int, typer.Option(help="Each n-th request gets a 500.")] = 0,
+    error_every: Annotated[int, typer.Option(help="Each n-th stream carries an error event.")] = 0,
+    disconnect_every: Annotated[int, typer.Option(help="Each n-th stream is cut.")] = 0,
+    stall_every: Annotated[int, typer.Option(help="Each n-th stream stalls for --stall-ms.")] = 0,
+    empty_every: Annotated[int, typer.Option(help="Each n-th stream ends without a token.")] = 0,
+    short_every: Annotated[int, typer.Option(help="Each n-th answer has half of its tokens.")] = 0,
+    fault_after_tokens: Annotated[int, typer.Option(help="Where in a stream errors, cuts and stalls come.")] = 4,
+    stall_ms: Annotated[float, typer.Option(help="Length of a stall.")] = 100.0,
+    usage: Annotated[str, typer.Option(help="Token counts: final, continuous or none.")] = "continuous",
+    model: Annotated[str, typer.Option(help="Name of the model it claims to serve.")] = "golden",
+) -> None:
+    """Serve answers whose token counts and send times are known exactly; GET /golden/truth tells what was really sent."""
+    import contextlib
+
+    from headrace.bench.golden import GoldenScript, serve_golden
+
+    given = dict(locals())
+    names = GoldenScript.__dataclass_fields__
+    script = GoldenScript(**{name: given[name] for name in names})
+    script.check()
+    if not 0 <= port <= 65_535:
+        raise InvalidInput(f"must be from 0 to 65535, got {port}", field="--port")
+
+    def ready(bound: int) -> None:
+        print(f"golden server on http://127.0.0.1:{bound}", file=sys.stderr, flush=True)
+
+    with contextlib.suppress(KeyboardInterrupt):
+        _run(serve_golden(script, port, ready=ready))
+
+
+def workloads() -> None:
+    """List the workloads and their options."""
+    from dataclasses import fields
+
+    from headrace.bench.workloads import WORKLOADS
+
+    for name, kind in WORKLOADS:
+        options = ", ".join(f"{f.name.replace('_', '-')}={f.default}" for f in fields(kind.options))
+        arrivals = "; has its own arrivals" if kind.has_arrivals else ""
+        typer.echo(f"{name:18} {kind.what}{arrivals}{chr(10) + ' ' * 19 + '--set ' + options if options else ''}")
+
+
+def targets() -> None:
+    """List the engines that can be started and the settings each takes."""
+    from headrace.bench.targets import TARGETS
+
+    for name, target in TARGETS:
+        settings = sorted({key.partition(".")[0] for key in target.facts.flags} | {"bin", "args"})
+        typer.echo(f"{name:14} {' '.join(target.facts.command)}{chr(10)}{' ' * 15}settings: {', '.join(settings)}")
+
+
+def _run(work: Coroutine[Any, Any, Any]) -> Any:
+    try:
+        import uvloop
+    except ImportError:  # not on Windows
+        return asyncio.run(work)
+    return uvloop.run(work)
+
+
+def _finish(work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+    """Run to the end; a run that cannot be done ends the command with code 3 and the reason."""
+    from headrace.bench.run import InvalidRun
+    from headrace.bench.targets._process import TargetFailed
+
+    try:
+        found: dict[str, Any] = _run(work)
+    except (InvalidRun, TargetFailed) as error:
+        _not_valid([str(error)])
+    except BaseExceptionGroup as group:
+        wanted = group.subgroup((InvalidRun, TargetFailed))
+        if wanted is None:
+            raise
+        _not_valid([str(error) for error in wanted.exceptions])
+    return found
+
+
+def _not_valid(because: list[str]) -> NoReturn:
+    for reason in because:
+        print(f"headrace: the run is not valid: {reason}", file=sys.stderr)
+    raise typer.Exit(3)
+
+
+def _conclude(out: Path, summary: dict[str, Any], *, as_json: bool, report: bool) -> None:
+    import msgspec
+
+    from headrace.bench.terminal import print_summary
+
+    _write_report(out, report)
+    if as_json:
+        print(msgspec.json.encode(summary).decode())
+    else:
+        print_summary(summary, out)
+    if not summary["valid"]:
+        _not_valid(summary["invalid_because"])
+
+
+def _write_report(out: Path, wanted: bool) -> None:
+    if wanted:
+        from headrace.bench.report import write_report
+
+        write_report(out)
+
+
+def _say_comparison(found: dict[str, Any], as_json: bool) -> None:
+    import msgspec
+
+    from headrace.bench.terminal import print_comparison
+
+    if as_json:
+        print(msgspec.json.encode(found).decode())
+    else:
+        print_comparison(found)
+
+
+def _new_folder(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InvalidInput(f"{out} is not a new or empty folder", field="--out", remedy="choose another")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInput(f"cannot make {out}: {error.strerror}", field="--out") from error
+
+
+def _progress(load: LoadOptions | None, as_json: bool) -> Any:
+    from headrace.bench.terminal import live
+
+    return live(load.requests if load else None)
+
+
+def _prediction(plan: str) -> Any:
+    from headrace.bench.planned import read_prediction
+
+    return read_prediction(Path(plan))

@@ -1,0 +1,120 @@
+"""Reading a stream: any cut of the bytes gives the same events, tokens are never guessed where they are known."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.bench.client import Stream, settle
+from headrace.bench.endpoint import Usage
+from headrace.bench.records import Outcome, RequestRecord, TokenSource
+
+
+def chunk(
+    text: str = "", *, finish: str | None = None, usage: int | None = None, ids: list[int] | None = None
+) -> bytes:
+    choice = {"index": 0, "delta": {"content": text}, "finish_reason": finish}
+    frame: dict[str, object] = {"id": "x", "choices": [choice]}
+    if ids is not None:
+        choice["token_ids"] = ids
+    if usage is not None:
+        frame["usage"] = {"prompt_tokens": 3, "completion_tokens": usage}
+    return b"data: " + json.dumps(frame).encode() + b"\n\n"
+
+
+def total(tokens: int) -> bytes:
+    return b'data: {"id":"x","choices":[],"usage":{"prompt_tokens":3,"completion_tokens":%d}}\n\n' % tokens
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+@given(st.lists(st.integers(1, 40), max_size=40))
+def test_cuts_of_the_bytes_do_not_matter(cuts: list[int]) -> None:
+    data = b": comment\r\n\r\n" + chunk("hé") + chunk("llo") + chunk("!", finish="length") + total(3) + DONE
+    whole, pieces = Stream(), Stream()
+    whole.feed(data, 1.0)
+    rest = data
+    for cut in cuts:
+        pieces.feed(rest[:cut], 1.0)
+        rest = rest[cut:]
+    pieces.feed(rest, 1.0)
+    for stream in (whole, pieces):
+        assert stream.text == "héllo!"
+        assert stream.done
+        assert stream.finish_reason == "length"
+        assert stream.tokens() == ([1.0, 1.0, 1.0], TokenSource.ONE_PER_CHUNK)
+
+
+@pytest.mark.parametrize(
+    ("frames", "tokens", "source"),
+    [
+        ([chunk("ab", usage=2), chunk("c", usage=3)], [2.0, 1.0], TokenSource.CHUNK_USAGE),
+        ([chunk("ab", ids=[1, 2]), chunk("c", ids=[3])], [2.0, 1.0], TokenSource.TOKEN_IDS),
+        ([chunk("abab"), chunk("cd"), total(6)], [4.0, 2.0], TokenSource.SPREAD),
+        ([chunk("a"), chunk("b", finish="stop"), total(3)], [1.0, 1.0], TokenSource.ONE_PER_CHUNK),
+        ([chunk("a"), chunk("b")], [1.0, 1.0], TokenSource.ASSUMED),
+        (
+            [chunk(""), chunk("a", usage=1), chunk("", usage=2), chunk("b", usage=3)],
+            [1.0, 2.0],
+            TokenSource.CHUNK_USAGE,
+        ),
+        ([], [], TokenSource.ASSUMED),
+    ],
+)
+def test_where_tokens_come_from(frames: list[bytes], tokens: list[float], source: TokenSource) -> None:
+    stream = Stream()
+    for at_s, frame in enumerate(frames):
+        stream.feed(frame, float(at_s))
+    assert stream.tokens() == (tokens, source)
+
+
+def judged(stream: Stream, **fields: object) -> RequestRecord:
+    record = RequestRecord(
+        index=0, intended_s=0.0, sent_s=0.1, headers_s=0.2, end_s=9.0, http_status=200, output_tokens_asked=2
+    )
+    for name, value in fields.items():
+        setattr(record, name, value)
+    settle(record, stream, force_length=True)
+    return record
+
+
+def fed(*frames: bytes, at_s: float = 1.0) -> Stream:
+    stream = Stream()
+    for frame in frames:
+        stream.feed(frame, at_s)
+    return stream
+
+
+@pytest.mark.parametrize(
+    ("stream", "fields", "outcome"),
+    [
+        (fed(chunk("a"), chunk("b", finish="length"), total(2), DONE), {}, Outcome.OK),
+        (fed(chunk("a"), b'data: {"error":{"message":"boom"}}\n\n'), {}, Outcome.STREAM_ERROR),
+        (fed(b"data: not json\n\n"), {}, Outcome.STREAM_ERROR),
+        (fed(chunk("a")), {}, Outcome.CUT),
+        (fed(DONE), {}, Outcome.EMPTY),
+        (fed(chunk("a", finish="stop"), total(1), DONE), {}, Outcome.WRONG_LENGTH),
+        (fed(chunk("a"), chunk("b", finish="length"), total(2), DONE, at_s=0.01), {}, Outcome.NEGATIVE_TIME),
+        (fed(chunk("a"), chunk("b"), total(2), DONE), {"sent_s": -1.0}, Outcome.NEGATIVE_TIME),
+        (fed(), {"http_status": 503}, Outcome.HTTP_ERROR),
+        (fed(chunk("a")), {"outcome": Outcome.TIMEOUT}, Outcome.TIMEOUT),
+    ],
+)
+def test_only_complete_answers_are_ok(stream: Stream, fields: dict[str, object], outcome: Outcome) -> None:
+    assert judged(stream, **fields).outcome is outcome
+
+
+def test_cached_tokens_are_read_from_usage() -> None:
+    assert Usage(prompt_tokens_details={"cached_tokens": 5}).cached_tokens == 5
+    assert Usage().cached_tokens is None
+
+
+def test_reasoning_and_tools_are_answers_too() -> None:
+    stream = Stream()
+    stream.feed(b'data: {"choices":[{"delta":{"reasoning_content":"hm"}}]}\n\n', 1.0)
+    stream.feed(b'data: {"choices":[{"delta":{"tool_calls":[{"index":0}]}}]}\n\n', 2.0)
+    assert [event.at_s for event in stream.events] == [1.0, 2.0]
