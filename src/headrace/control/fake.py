@@ -62,6 +62,8 @@ class _Slot:
     tables: list[list[int]]
     lineage: list[int] = field(default_factory=list)
     """`lineage[p]`: hash of the tokens up to position p."""
+    failed: bool = False
+    """Its KV is garbage; steps planned before that was known still compute it, in vain."""
 
 
 class FakeExecutor:
@@ -117,6 +119,7 @@ class FakeExecutor:
         assert len(set(slots)) == len(slots), "a slot has two chunks"
         for chunk in plan.chunks:
             self._place(chunk)
+            self._mark_failing(chunk)
         if self._verify:
             self._attend_and_write(plan)
         rows = tuple([self._row(chunk) for chunk in plan.chunks])
@@ -161,7 +164,6 @@ class FakeExecutor:
         if chunk.sample:
             assert len(slot.token_ids) == end - len(chunk.drafts), "a chunk samples before the last known token"
         if self._verify:
-            slot.lineage = slot.lineage[: len(slot.token_ids)]
             self._extend_lineage(slot, (*slot.token_ids[len(slot.lineage) :], *chunk.drafts))
 
     def _extend_lineage(self, slot: _Slot, tokens: tuple[int, ...]) -> None:
@@ -181,7 +183,7 @@ class FakeExecutor:
             self._check_reads(chunk)
             self._check_range(chunk, chunk.start, chunk.start + chunk.length)
         for chunk in plan.chunks:
-            if self._is_failing(chunk):
+            if self._slots[chunk.slot].failed:
                 self._write(chunk, garbage=True)
 
     def _write(self, chunk: Chunk, *, garbage: bool) -> None:
@@ -198,6 +200,8 @@ class FakeExecutor:
 
     def _check_range(self, chunk: Chunk, start: int, end: int) -> None:
         slot = self._slots[chunk.slot]
+        if slot.failed:
+            return
         size = self.layout.block_tokens
         for g, group in enumerate(self.layout.groups):
             first = start if group.window is None else max(start, chunk.start - group.window + 1)
@@ -209,8 +213,11 @@ class FakeExecutor:
                     f"{slot.request_id} attends position {position} of group {g} in block {block}: {found}, not {want}"
                 )
 
-    def _is_failing(self, chunk: Chunk) -> bool:
-        return chunk.sample and self._fails(self._slots[chunk.slot].request_id, chunk.start + chunk.length - 1)
+    def _mark_failing(self, chunk: Chunk) -> None:
+        slot = self._slots[chunk.slot]
+        end = chunk.start + chunk.length
+        if chunk.sample and any(self._fails(slot.request_id, p) for p in range(end - 1 - len(chunk.drafts), end)):
+            slot.failed = True
 
     def _token(self, slot: _Slot, position: int) -> int:
         """The token that follows position `position`."""
@@ -229,7 +236,8 @@ class FakeExecutor:
             prompt = tuple([TokenLogprobs(slot.token_ids[p], -float(p), 1) for p in scored])
         if not chunk.sample:
             return RowResult(chunk.slot, prompt_logprobs=prompt)
-        if self._is_failing(chunk):
+        if slot.failed:
+            slot.token_ids.append(0)  # a step planned meanwhile goes on from here; its row will be discarded
             return RowResult(chunk.slot, error="logits are not finite")
         tokens: list[int] = []
         position = end - 1 - len(chunk.drafts)
@@ -239,6 +247,7 @@ class FakeExecutor:
             if tokens[-1] != draft:
                 break
         slot.token_ids += tokens
+        del slot.lineage[len(slot.token_ids) - 1 :]  # rejected drafts
         logprobs: tuple[TokenLogprobs, ...] = ()
         if slot.sampling.logprobs is not None:
             logprobs = tuple([TokenLogprobs(token, -1.0, 1) for token in tokens])

@@ -97,7 +97,8 @@ class RowResult(msgspec.Struct, frozen=True):
     """What one chunk produced. `token_ids` is empty for a chunk that did not sample.
 
     `prompt_logprobs` holds entries for the chunk's prompt positions in order, position 0 of the prompt excluded.
-    `error` says why this row alone failed (for example NaN logits); its KV must not be published.
+    `error` says why this row alone failed (for example NaN logits); its KV must not be published. The executor goes on
+    as if it had sampled any valid token, since a step already planned may continue the slot; that row is discarded.
     """
 
     slot: int
