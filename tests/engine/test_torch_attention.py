@@ -1,0 +1,110 @@
+"""The contract of attention backends: equal to the naive formula on random mixed batches, for every kind they claim."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.engine.attention import ATTENTION
+from headrace.engine.attention._contract import AttentionKind, LayerCache, Spans
+from headrace.engine.attention.sdpa import _cheapest_cuts
+
+KINDS = {
+    "mha": AttentionKind(4, 4, 16, 0.25),
+    "gqa": AttentionKind(6, 2, 16, 0.3),
+    "mqa": AttentionKind(5, 1, 8, 0.2),
+    "sliding": AttentionKind(4, 2, 16, 0.25, window=11),
+    "window-of-one": AttentionKind(4, 2, 16, 0.25, window=1),
+    "softcap": AttentionKind(4, 2, 16, 0.25, softcap=3.0),
+    "sinks": AttentionKind(4, 2, 16, 0.25, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+    "everything": AttentionKind(6, 2, 16, 0.25, window=9, softcap=2.0, sinks=torch.linspace(-1, 1, 6)),
+}
+BATCHES = {
+    "decode": [(0, 1), (5, 1), (77, 1), (16, 1), (200, 1), (15, 1), (3, 1)],
+    "decode of equal length": [(40, 1)] * 5,
+    "one decode": [(33, 1)],
+    "prefill": [(0, 33), (0, 2), (0, 64), (0, 5)],
+    "one prefill": [(0, 70)],
+    "prefill of equal length": [(0, 24)] * 4,
+    "continued": [(8, 5), (60, 17), (13, 40), (64, 64), (16, 16)],
+    "mixed": [(50, 1), (0, 9), (7, 20), (0, 1), (120, 1), (31, 2), (0, 40), (64, 8)],
+}
+
+
+def random_batch(kind: AttentionKind, shape, seed: int, block_tokens: int = 8):
+    """A paged cache whose unread places are not numbers, scattered tables, and this step's rows."""
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    shape = [shape[i] for i in rng.permutation(len(shape))]
+    starts, lengths = np.array(shape, np.int64).T
+    ends = starts + lengths
+    width = int(-(-ends.max() // block_tokens)) + 2
+    blocks = iter(rng.permutation(len(shape) * width))
+    tables = np.full((len(shape), width), -1, np.int32)
+    kv = torch.full((2 * kind.num_kv_heads, len(shape) * width, block_tokens, kind.head_dim), float("nan"))
+    flat = kv.flatten(1, 2)
+    rows_k, rows_v = [], []
+    for i, (start, length) in enumerate(shape):
+        oldest = 0 if kind.window is None else max(0, start - kind.window + 1)
+        for j in range(oldest // block_tokens, -(-(start + length) // block_tokens)):
+            tables[i, j] = next(blocks)
+            kv[:, tables[i, j]] = 0.0  # begun blocks are zeroed behind the end
+        positions = np.arange(oldest // block_tokens * block_tokens, start + length)
+        slots = torch.from_numpy(
+            tables[i, positions // block_tokens].astype(np.int64) * block_tokens + positions % block_tokens
+        )
+        fresh = torch.randn(2 * kind.num_kv_heads, len(positions), kind.head_dim)
+        flat[:, slots] = fresh
+        rows_k.append(fresh[: kind.num_kv_heads, -length:].transpose(0, 1))
+        rows_v.append(fresh[kind.num_kv_heads :, -length:].transpose(0, 1))
+    spans = Spans(starts, lengths, np.cumsum(lengths) - lengths, tables, block_tokens)
+    q = torch.randn(int(lengths.sum()), kind.num_heads, kind.head_dim)
+    return spans, q, torch.cat(rows_k), torch.cat(rows_v), LayerCache(kv)
+
+
+def attend(backend, kind, batch) -> torch.Tensor:
+    spans, q, k, v, cache = batch
+    prepared = backend.prepare(spans, kind, q.device, q.dtype)
+    return backend.attend(q, k, v, cache, prepared)
+
+
+@pytest.mark.parametrize("shape", BATCHES, ids=list(BATCHES))
+@pytest.mark.parametrize("kind", KINDS, ids=list(KINDS))
+@pytest.mark.parametrize("name", [n for n in ATTENTION.names() if n != "naive"])
+def test_equals_naive(name, kind, shape):
+    backend = ATTENTION.get(name)
+    if (reason := backend.unsupported(KINDS[kind], torch.device("cpu"), torch.float32)) is not None:
+        pytest.skip(reason)
+    for seed in range(3):
+        batch = random_batch(KINDS[kind], BATCHES[shape], seed)
+        expected = attend(ATTENTION.get("naive"), KINDS[kind], batch)
+        assert torch.isfinite(expected).all()
+        torch.testing.assert_close(attend(backend, KINDS[kind], batch), expected, atol=2e-6, rtol=1e-5)
+
+
+def test_naive_is_the_textbook_formula():
+    """One head, one sequence, written out."""
+    kind = AttentionKind(1, 1, 8, 0.5)
+    spans, q, k, v, cache = random_batch(kind, [(0, 6)], 0)
+    expected = torch.zeros(6, 8)
+    for i in range(6):
+        weights = torch.exp(torch.stack([(q[i, 0] @ k[j, 0]) * 0.5 for j in range(i + 1)]))
+        expected[i] = sum(w * v[j, 0] for j, w in enumerate(weights / weights.sum()))
+    torch.testing.assert_close(attend(ATTENTION.get("naive"), kind, (spans, q, k, v, cache)), expected)
+
+
+def test_cheapest_cuts_equal_exhaustive_search():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        n = int(rng.integers(1, 8))
+        sizes = np.sort(rng.choice(100, n, replace=False) + 1).tolist()
+        counts = rng.integers(1, 6, n).tolist()
+        call = float(rng.integers(1, 120))
+
+        def cost(starts, sizes=sizes, counts=counts, call=call, n=n):
+            edges = [*starts, n]
+            return sum(sum(counts[a:b]) * sizes[b - 1] + call for a, b in zip(edges, edges[1:], strict=False))
+
+        every = [[0] + [i for i in range(1, n) if bits >> (i - 1) & 1] for bits in range(1 << (n - 1))]
+        assert cost(_cheapest_cuts(sizes, counts, call)) == min(cost(s) for s in every)
