@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -104,7 +106,7 @@ def test_cheapest_cuts_equal_exhaustive_search():
 
         def cost(starts, sizes=sizes, counts=counts, call=call, n=n):
             edges = [*starts, n]
-            return sum(sum(counts[a:b]) * sizes[b - 1] + call for a, b in zip(edges, edges[1:], strict=False))
+            return sum(sum(counts[a:b]) * sizes[b - 1] + call for a, b in pairwise(edges))
 
         every = [[0] + [i for i in range(1, n) if bits >> (i - 1) & 1] for bits in range(1 << (n - 1))]
         assert cost(_cheapest_cuts(sizes, counts, call)) == min(cost(s) for s in every)
