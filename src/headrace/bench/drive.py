@@ -74,7 +74,9 @@ class Lookahead:
 
 
 class Driver:
-    """Runs sessions against one client. `done`: indices that an interrupted run has already recorded.
+    """Runs sessions against one client.
+
+    `done`: indices that an interrupted run has already recorded; `start_s`: where its clock goes on.
 
     Request numbers are counted over all sessions, whichever process sends them, so they do not depend on `Share`.
     Calls beyond the limit are not sent, and a session that meets a failed call ends there: what follows would not be
@@ -89,9 +91,10 @@ class Driver:
         share: Share,
         on_record: OnRecord,
         done: frozenset[int],
+        start_s: float = 0.0,
     ) -> None:
         self._client, self._arrivals, self._limits = client, arrivals, limits
-        self._share, self._on_record, self._done = share, on_record, done
+        self._share, self._on_record, self._done, self._start_s = share, on_record, done, start_s
         self._ticker = Ticker()
         self.unsent = 0
         self.exhausted = False
@@ -125,7 +128,7 @@ class Driver:
         self.exhausted = True
 
     async def _slot(self, ahead: Lookahead) -> None:
-        free_s = self._client.now() if self._done else 0.0
+        free_s = self._start_s
         await self._ticker.sleep_until(self._client.origin_s + free_s)
         while (prepared := ahead.take()) is not None:
             if self._over(max(free_s, self._client.now())):

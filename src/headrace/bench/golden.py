@@ -14,7 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -182,7 +182,9 @@ class GoldenServer:
             stream = _Stream(truth, script, chat=chat, body=body, tokens=tokens, start_s=start_s)
             assert self._ticker is not None
             if body.get("stream"):
-                return await stream.send(request, self._ticker)
+                with suppress(ConnectionResetError):  # the client has gone; nobody is left to answer
+                    return await stream.send(request, self._ticker)
+                return web.Response(status=499)
             return await stream.whole(self._ticker)
         finally:
             self._running -= 1

@@ -57,7 +57,7 @@ async def drive_share(
     client = Client(settings.endpoint, origin_s)
     try:
         await client.connect(arrivals.concurrency // share.of + 1 if isinstance(arrivals, Closed) else 8)
-        driver = Driver(client, arrivals, Limits(settings.limit, until_s), share, on_record, done)
+        driver = Driver(client, arrivals, Limits(settings.limit, until_s), share, on_record, done, already_s)
         await driver.run(kind.sessions(options, context))
     finally:
         await client.close()

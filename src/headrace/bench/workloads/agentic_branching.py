@@ -13,6 +13,7 @@ from headrace.bench.traffic import Call, IntRange, Message, Script, Session, Sta
 
 _ROLE = "You are an expert engineer. Answer with one concrete proposal and its reasons. Background:"
 _REVIEW = "Review the proposal above. Name its weakest point, then end with a line 'Score: N', N from 1 to 10."
+_AGAIN = "Improve on it."
 _FIXED_TOKENS = 64
 
 
@@ -60,7 +61,9 @@ def _session(index: int, options: Options, context: TrafficContext) -> Session:
             prompts = [_ask(base, k) for k in range(options.branches)]
             sizes = [_size(p, answered, writer) for p in prompts]
             known = _size(tuple(base), answered, writer)
-            first = known if turn else (_size((base[0],), 0, writer) if index else 0)
+            first = known - writer.tokens_of(_AGAIN) - writer.message_tokens if turn else 0
+            if index and not turn:
+                first = _size((base[0],), 0, writer)
             asked = zip(prompts, sizes, proposals, strict=True)
             texts = yield Stage(
                 tuple(Call(p, size, n, known if k else first) for k, (p, size, n) in enumerate(asked)),
@@ -79,7 +82,7 @@ def _session(index: int, options: Options, context: TrafficContext) -> Session:
                 pause_s=pauses[1],
             )
             best = max(range(options.branches), key=lambda k: (score_of(scores[k]), -k))
-            base = [*judged[best], Message("assistant", scores[best] or " "), Message("user", "Improve on it.")]
+            base = [*judged[best], Message("assistant", scores[best] or " "), Message("user", _AGAIN)]
             answered += proposals[best] + reviews[best]
 
     return Session(index, options.rounds * options.branches * 2, script)
