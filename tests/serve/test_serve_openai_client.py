@@ -94,7 +94,7 @@ def foreseen(choice, fields):
     """A choice without the two nulls that OpenAI's API sends but its package's types leave out: the log-probability of
     an echoed prompt's first token, and the finish reason of a chunk that is not the last."""
     logprobs = choice["logprobs"]
-    if fields.get("echo") and logprobs and logprobs["token_logprobs"][0] is None:
+    if fields.get("echo") and logprobs and logprobs["token_logprobs"][:1] == [None]:
         assert logprobs["top_logprobs"][0] is None
         first = {
             "token_logprobs": [0.0, *logprobs["token_logprobs"][1:]],

@@ -12,20 +12,22 @@ from headrace.serve.config import ServeConfig
 from headrace.serve.protocol import responses
 from headrace.serve.protocol.chat import ChatRequest
 from headrace.serve.protocol.completions import CompletionRequest
-from headrace.serve.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from headrace.serve.protocol.tokens import DetokenizeRequest, TokenizeMessages, TokenizeText
 
-_POSTS: tuple[tuple[str, str, type[BaseModel] | None, type[BaseModel], type[BaseModel] | None], ...] = (
-    ("/v1/completions", "Continue prompts", CompletionRequest, responses.Completion, responses.Completion),
+Shapes = tuple[type[BaseModel], ...]
+
+_POSTS: tuple[tuple[str, str, Shapes, type[BaseModel], type[BaseModel] | None], ...] = (
+    ("/v1/completions", "Continue prompts", (CompletionRequest,), responses.Completion, responses.Completion),
     (
         "/v1/chat/completions",
         "Answer a conversation",
-        ChatRequest,
+        (ChatRequest,),
         responses.ChatCompletion,
         responses.ChatCompletionChunk,
     ),
-    ("/tokenize", "Text or messages to token ids", TokenizeRequest, responses.Tokens, None),
-    ("/detokenize", "Token ids to text", DetokenizeRequest, responses.Text, None),
-    ("/reset_prefix_cache", "Forget all cached prefixes that no request holds", None, responses.Done, None),
+    ("/tokenize", "Text or messages to token ids", (TokenizeText, TokenizeMessages), responses.Tokens, None),
+    ("/detokenize", "Token ids to text", (DetokenizeRequest,), responses.Text, None),
+    ("/reset_prefix_cache", "Forget all cached prefixes that no request holds", (), responses.Done, None),
 )
 _GETS: tuple[tuple[str, str, type[BaseModel] | None], ...] = (
     ("/v1/models", "The models served", responses.ModelList),
@@ -49,8 +51,8 @@ _ERRORS = {
 
 
 def openapi_document(info: EngineInfo, config: ServeConfig) -> dict[str, Any]:
-    """OpenAPI 3.1 for this server: model names and the vocabulary's size are part of it."""
-    shapes = [shape for _, _, request, *answers in _POSTS for shape in (request, *answers) if shape is not None]
+    """OpenAPI 3.2 (the first that describes event streams) for this server: model names and the vocabulary's size are part of it."""
+    shapes = [s for _, _, requests, *answers in _POSTS for s in (*requests, *answers) if s is not None]
     shapes += [shape for _, _, shape in _GETS if shape is not None]
     shapes.append(responses.Error)
     _, definitions = models_json_schema(
@@ -59,13 +61,15 @@ def openapi_document(info: EngineInfo, config: ServeConfig) -> dict[str, Any]:
     schemas: dict[str, Any] = definitions["$defs"]
     _bind(schemas, info, config)
     paths: dict[str, Any] = {}
-    for path, summary, request, answer, event in _POSTS:
+    for path, summary, requests, answer, event in _POSTS:
         content: dict[str, Any] = {"application/json": _ref(answer)}
         if event is not None:
-            content["text/event-stream"] = {"schema": {"type": "string", "description": f"Events of {event.__name__}"}}
+            content["text/event-stream"] = {"itemSchema": _event(event)}
         operation: dict[str, Any] = {"summary": summary, "responses": _responses(content, tuple(_ERRORS))}
-        if request is not None:
-            operation["requestBody"] = {"required": True, "content": {"application/json": _ref(request)}}
+        if requests:
+            bodies = [_ref(request)["schema"] for request in requests]
+            body = bodies[0] if len(bodies) == 1 else {"anyOf": bodies}
+            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
         paths[path] = {"post": operation}
     for path, summary, shape in _GETS:
         kind = "text/plain" if path == "/metrics" else "application/json"
@@ -76,11 +80,11 @@ def openapi_document(info: EngineInfo, config: ServeConfig) -> dict[str, Any]:
             operation["responses"]["503"] = {"description": "Not now", "content": content}
         if "{model}" in path:
             operation["parameters"] = [
-                {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+                {"name": "model", "in": "path", "required": True, "schema": {"enum": list(config.served_names)}}
             ]
         paths[path] = {"get": operation}
     document: dict[str, Any] = {
-        "openapi": "3.1.0",
+        "openapi": "3.2.0",
         "info": {"title": "Headrace", "version": "1", "description": "OpenAI-compatible text generation."},
         "paths": paths,
         "components": {"schemas": schemas},
@@ -93,6 +97,14 @@ def openapi_document(info: EngineInfo, config: ServeConfig) -> dict[str, Any]:
 
 def _ref(shape: type[BaseModel]) -> dict[str, Any]:
     return {"schema": {"$ref": f"#/components/schemas/{shape.__name__}"}}
+
+
+def _event(shape: type[BaseModel]) -> dict[str, Any]:
+    """One server-sent event: JSON of `shape` or of an error, and `[DONE]` at the end."""
+    content = {"anyOf": [_ref(shape)["schema"], _ref(responses.Error)["schema"]]}
+    chunk = {"contentMediaType": "application/json", "contentSchema": content}
+    data = {"type": "string", "anyOf": [{"const": "[DONE]"}, chunk]}
+    return {"type": "object", "required": ["data"], "properties": {"data": data}}
 
 
 def _responses(content: dict[str, Any], errors: tuple[str, ...]) -> dict[str, Any]:
@@ -117,7 +129,7 @@ def _bind(schemas: dict[str, Any], info: EngineInfo, config: ServeConfig) -> Non
                 visit(value)
 
     visit(schemas)
-    for name in ("CompletionRequest", "ChatRequest", "TokenizeRequest", "DetokenizeRequest"):
+    for name in ("CompletionRequest", "ChatRequest", "TokenizeText", "TokenizeMessages", "DetokenizeRequest"):
         model = schemas[name]["properties"]["model"]
         for part in (model, *model.get("anyOf", ())):
             if part.get("type") == "string":

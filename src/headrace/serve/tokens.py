@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from headrace.serve.admission import check_ids
-from headrace.serve.errors import bad_field
 from headrace.serve.exchange import Answer, Call, json_response
 from headrace.serve.front import Front
 from headrace.serve.messages import render
 from headrace.serve.protocol.strict import parse
-from headrace.serve.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from headrace.serve.protocol.tokens import DetokenizeRequest, TokenizeMessages, TokenizeText
 
 
 class Tokenize:
@@ -19,17 +20,11 @@ class Tokenize:
 
     async def __call__(self, call: Call) -> Answer:
         front = self._front
-        request = parse(TokenizeRequest, call.body)
+        request = _parse(call.body)
         front.check_model(request.model)
-        if (request.prompt is None) == (request.messages is None):
-            raise bad_field("prompt", "Send either prompt or messages.")
-        if request.messages is None:
-            if request.add_generation_prompt is not None:
-                raise bad_field("add_generation_prompt", "add_generation_prompt needs messages.")
-            text, special = request.prompt or "", request.add_special_tokens is not False
+        if isinstance(request, TokenizeText):
+            text, special = request.prompt, request.add_special_tokens is not False
         else:
-            if request.add_special_tokens is not None:
-                raise bad_field("add_special_tokens", "add_special_tokens needs prompt: the template writes its own.")
             prompted = request.add_generation_prompt is not False
             text = await front.threads.run(
                 render, front.template, request.messages, None, add_generation_prompt=prompted
@@ -37,6 +32,16 @@ class Tokenize:
             special = False
         ids = await front.threads.run(front.tokenizer.encode, text, add_special=special)
         return json_response({"count": len(ids), "max_model_len": front.engine.info.max_model_len, "tokens": ids})
+
+
+def _parse(body: bytes) -> TokenizeText | TokenizeMessages:
+    try:
+        content = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        content = None  # what is wrong with it is told below
+    if isinstance(content, dict) and content.get("messages") is not None:
+        return parse(TokenizeMessages, body)
+    return parse(TokenizeText, body)
 
 
 class Detokenize:

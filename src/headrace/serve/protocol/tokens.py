@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -11,14 +11,30 @@ from headrace.serve.protocol.sampling import TokenId
 from headrace.serve.protocol.strict import StrictModel
 
 
-class TokenizeRequest(StrictModel):
-    """Text, or messages that first go through the chat template; exactly one of the two."""
+class TokenizeText(StrictModel):
+    """Text to token ids."""
+
+    UNSUPPORTED: ClassVar = {
+        "messages": "send either prompt or messages",
+        "add_generation_prompt": "it is for messages only",
+    }
 
     model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    add_special_tokens: bool | None = Field(None, description="For `prompt` only. Default true.")
-    add_generation_prompt: bool | None = Field(None, description="For `messages` only. Default true.")
+    prompt: str
+    add_special_tokens: bool | None = Field(None, description="Put BOS and the like around it. Default true.")
+
+
+class TokenizeMessages(StrictModel):
+    """Messages to the token ids that a chat completion would send."""
+
+    UNSUPPORTED: ClassVar = {
+        "prompt": "send either prompt or messages",
+        "add_special_tokens": "the chat template writes its own special tokens",
+    }
+
+    model: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)]
+    add_generation_prompt: bool | None = Field(None, description="Up to where an answer begins. Default true.")
 
 
 class DetokenizeRequest(StrictModel):
