@@ -138,9 +138,7 @@ class TorchModel:
         tokenizer = (
             Tokenizer.from_gguf(files.gguf().metadata) if files.kind == "gguf" else Tokenizer.from_folder(files.root)
         )
-        size = min(self.spec.vocab_size, tokenizer.vocab_size)
-        tokens = [tokenizer.token_bytes(i) for i in range(size)]
-        return GrammarTokens(tokens, self.spec.eos_token_ids, tokenizer.special_ids)
+        return GrammarTokens.of(tokenizer, self.spec.eos_token_ids or tokenizer.eos_token_ids)
 
 
 class TorchStep:
