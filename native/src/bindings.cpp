@@ -178,7 +178,7 @@ void set_kv(PyModel& m, Bytes pool, int type, int slots, int64_t blocks, int blo
 }
 
 // Checked here, so that nothing out of range ever reaches the kernels.
-void step(PyModel& m, Ints tokens, Ints row_start, Ints context, Tables tables, nb::list cos, nb::list sin, Ints outputs, OutRows logits) {
+void step(PyModel& m, Ints tokens, Ints row_start, Ints context, Tables tables, nb::list cos, nb::list sin, Ints outputs) {
   Batch b;
   const auto& c = m.model.config();
   require(!m.model.kv.empty(), "step: no KV pool");
@@ -221,8 +221,6 @@ void step(PyModel& m, Ints tokens, Ints row_start, Ints context, Tables tables, 
   b.output_rows = outputs.data();
   b.outputs = outputs.shape(0);
   for (int64_t i = 0; i < b.outputs; i++) require(b.output_rows[i] >= 0 && b.output_rows[i] < b.rows && (i == 0 || b.output_rows[i] > b.output_rows[i - 1]), "outputs: not ascending rows");
-  require((int64_t)logits.shape(0) >= b.outputs && (int64_t)logits.shape(1) == c.vocab, "logits: wrong shape");
-  b.logits = logits.data();
   nb::gil_scoped_release release;
   m.model.step(b);
 }
@@ -369,6 +367,14 @@ NB_MODULE(_native, mod) {
         require(source >= 0 && target >= 0 && source < m.model.kv_blocks && target < m.model.kv_blocks, "copy_block: out of range");
         m.model.copy_block(source, target);
       })
-      .def("step", &step, nb::arg("tokens"), nb::arg("row_start"), nb::arg("context"), nb::arg("tables"), nb::arg("cos"), nb::arg("sin"), nb::arg("outputs"), nb::arg("logits"))
+      .def("step", &step, nb::arg("tokens"), nb::arg("row_start"), nb::arg("context"), nb::arg("tables"), nb::arg("cos"), nb::arg("sin"), nb::arg("outputs"))
+      .def("logits", [](PyModel& m, int64_t first, OutRows out) {
+        const int64_t count = out.shape(0);
+        require(first >= 0 && first + count <= m.model.outputs(), "logits: rows out of range");
+        require((int64_t)out.shape(1) == m.model.config().vocab, "logits: wrong width");
+        if (count == 0) return;
+        nb::gil_scoped_release release;
+        m.model.logits(first, count, out.data());
+      }, nb::arg("first"), nb::arg("out"), "Logits of the last step's output rows first, first + 1, ...")
       .def_prop_ro("buffer_bytes", [](const PyModel& m) { return m.model.buffer_bytes(); });
 }

@@ -49,7 +49,16 @@ struct AttentionItem {
   const float* sinks = nullptr;  // [group] or null
   const int32_t* table = nullptr;  // block ids by logical position
   int head = 0;
+  // Only tokens of the segment [from, to) are looked at. With `partial`, what they give is left unnormalized for
+  // `merge_segments`: per (row, head) value_dim sums, then the maximum and the sum of weights.
+  int64_t from = 0, to = INT64_MAX;
+  float* partial = nullptr;
+  int64_t partial_stride = 0;  // floats between (row, head) pairs' partials
 };
+
+// Contexts are cut at multiples of this, whoever computes them and in whatever chunks, so that long ones can be shared out
+// among threads and every cut gives the same bits.
+constexpr int64_t kSegment = 512;
 
 struct Kernels {
   const char* name;
@@ -65,14 +74,16 @@ struct Kernels {
   // gate[i] = act(gate[i]) * up[i]
   void (*gated)(Activation act, float* gate, const float* up, int64_t n);
   void (*attention)(const KvPool& kv, const AttentionItem& item, float* scratch);
+  // Combine the partials of one (row, head), in ascending order of segments, into out[value_dim].
+  void (*merge_segments)(const float* first, int64_t stride, int64_t segments, int value_dim, const float* sink, float* out);
   // out[i] = exp((x[i] - top) * factor)
   void (*exponentials)(const float* x, int64_t n, float top, float factor, float* out);
   // Store keys [kv_heads * head_dim] and values of one token at (block, offset).
   void (*store_kv)(const KvPool& kv, int64_t block, int offset, const float* k, const float* v);
 };
 
-// Floats of scratch that `attention` needs for contexts up to `context`.
-inline int64_t attention_scratch(int64_t context) { return 8 * (context + 64); }
+// Floats of scratch that `attention` needs, a segment at a time.
+constexpr int64_t kAttentionScratch = 8 * (kSegment + 64);
 
 const Kernels* kernels_scalar();
 const Kernels* kernels_avx2();     // null where not compiled in

@@ -43,6 +43,11 @@ inline F exp(F x) {
   p = fma(p, mul(r, r), add(r, set1(1.0f)));
   return zero_below(x, -87.33654f, scale2(p, n));
 }
+inline float exponential(float x) {
+  float v[16];
+  store(v, exp(set1(x)));
+  return v[0];
+}
 inline F tanh(F x) {  // 1 - 2 / (exp(2x) + 1)
   return sub(set1(1.0f), div(set1(2.0f), add(exp(add(x, x)), set1(1.0f))));
 }
@@ -286,7 +291,7 @@ static void mix_values(const KvPool& kv, const int32_t* table, int head, int64_t
 
 template <KvType T, int R, int N>
 static void mix_rows(const KvPool& kv, const AttentionItem& it, const float* const* p, const int64_t* lo, const int64_t* hi,
-                     const float* inverse, float* const* out) {
+                     const float* factor, float* const* out) {
   int64_t common_lo = lo[0], common_hi = hi[0];
   for (int r = 1; r < R; r++) {
     common_lo = std::max(common_lo, lo[r]);
@@ -306,7 +311,7 @@ static void mix_rows(const KvPool& kv, const AttentionItem& it, const float* con
       for (int r = 0; r < R; r++) mix_values<T, 1, N>(kv, it.table, it.head, lo[r], hi[r], p + r, dim, acc + r * N);
     }
     for (int r = 0; r < R; r++)
-      for (int n = 0; n < N; n++) store(out[r] + dim + n * 16, mul(acc[r * N + n], set1(inverse[r])));
+      for (int n = 0; n < N; n++) store(out[r] + dim + n * 16, mul(acc[r * N + n], set1(factor[r])));
   }
 }
 
@@ -323,11 +328,15 @@ static void attend(const KvPool& kv, const AttentionItem& it, int first_pair, fl
     const int64_t position = it.first_position + row;
     q[r] = it.q + row * it.q_stride + (int64_t)h * kv.head_dim;
     out[r] = it.out + row * it.out_stride + (int64_t)h * kv.value_dim;
-    hi[r] = position + 1;
-    lo[r] = it.window > 0 ? std::max<int64_t>(0, position + 1 - it.window) : 0;
-    start = std::min(start, lo[r]);
-    stop = std::max(stop, hi[r]);
+    hi[r] = std::min(position + 1, it.to);
+    lo[r] = std::max(it.window > 0 ? std::max<int64_t>(0, position + 1 - it.window) : 0, it.from);
+    if (lo[r] >= hi[r]) lo[r] = hi[r] = it.from;  // this row sees nothing of the segment
+    else {
+      start = std::min(start, lo[r]);
+      stop = std::max(stop, hi[r]);
+    }
   }
+  if (start > stop) start = stop = it.from;
   const int bt = kv.block_tokens;
   start = start / 16 * 16;
   for (int r = 0; r < R; r++) pc[r] = p[r] = scratch + r * width - start;
@@ -346,11 +355,9 @@ static void attend(const KvPool& kv, const AttentionItem& it, int first_pair, fl
       top[r] = max(s[r], top[r]);
     }
   }
-  float inverse[R];
+  float factor[R];
   for (int r = 0; r < R; r++) {
-    float m = max_lanes(top[r]);
-    const float* sink = it.sinks == nullptr ? nullptr : it.sinks + (first_pair + r) % it.group;
-    if (sink != nullptr) m = std::max(m, *sink);
+    const float m = max_lanes(top[r]);
     const F mv = set1(m);
     F sum = zero();
     // From this row's own first vector on, so that the sum does not depend on the rows beside it.
@@ -363,27 +370,31 @@ static void attend(const KvPool& kv, const AttentionItem& it, int first_pair, fl
         store(p[r] + t, e);
       }
     }
-    float total = sum_lanes(sum);
-    if (sink != nullptr) {
-      float e[16];
-      store(e, exp(set1(*sink - m)));
-      total += e[0];
+    const float total = sum_lanes(sum);
+    if (it.partial != nullptr) {
+      float* target = it.partial + (first_pair + r) * it.partial_stride;
+      out[r] = target;
+      target[kv.value_dim] = m;
+      target[kv.value_dim + 1] = total;
+      factor[r] = 1.0f;
+    } else {
+      const float* sink = it.sinks == nullptr ? nullptr : it.sinks + (first_pair + r) % it.group;
+      factor[r] = 1.0f / (sink == nullptr ? total : total + exponential(*sink - m));
     }
-    inverse[r] = 1.0f / total;
   }
   constexpr int half = R > 4 ? 4 : R;
   for (int r = 0; r < R; r += half) {
     if (kv.value_dim % 64 == 0)
-      mix_rows<T, half, 4>(kv, it, pc + r, lo + r, hi + r, inverse + r, out + r);
+      mix_rows<T, half, 4>(kv, it, pc + r, lo + r, hi + r, factor + r, out + r);
     else
-      mix_rows<T, half, 1>(kv, it, pc + r, lo + r, hi + r, inverse + r, out + r);
+      mix_rows<T, half, 1>(kv, it, pc + r, lo + r, hi + r, factor + r, out + r);
   }
 }
 
 template <KvType T>
 static void attention_of(const KvPool& kv, const AttentionItem& it, float* scratch) {
   const int pairs = it.rows * it.group;
-  const int64_t width = (it.first_position + it.rows + 31) / 16 * 16;
+  const int64_t width = kSegment + 48;
   int i = 0;
   for (; i + 8 <= pairs; i += 8) attend<T, 8>(kv, it, i, scratch, width);
   for (; i + 4 <= pairs; i += 4) attend<T, 4>(kv, it, i, scratch, width);
@@ -396,6 +407,20 @@ static void attention(const KvPool& kv, const AttentionItem& it, float* scratch)
     case KvType::f16: return attention_of<KvType::f16>(kv, it, scratch);
     case KvType::f32: return attention_of<KvType::f32>(kv, it, scratch);
     case KvType::s8: return attention_of<KvType::s8>(kv, it, scratch);
+  }
+}
+
+static void merge_segments(const float* first, int64_t stride, int64_t segments, int value_dim, const float* sink, float* out) {
+  float m = -std::numeric_limits<float>::infinity();
+  for (int64_t s = 0; s < segments; s++) m = std::max(m, first[s * stride + value_dim]);
+  float total = 0;
+  for (int64_t s = 0; s < segments; s++) total += first[s * stride + value_dim + 1] * exponential(first[s * stride + value_dim] - m);
+  if (sink != nullptr) total += exponential(*sink - m);
+  const float inverse = 1.0f / total;
+  for (int d = 0; d < value_dim; d += 16) {
+    F acc = zero();
+    for (int64_t s = 0; s < segments; s++) acc = fma(load(first + s * stride + d), set1(exponential(first[s * stride + value_dim] - m)), acc);
+    store(out + d, mul(acc, set1(inverse)));
   }
 }
 

@@ -145,37 +145,64 @@ void Model::attention(const Batch& b, const LayerWeights& l) {
     for (int64_t r = b.row_start[s]; r < b.row_start[s + 1]; r++) seq_of[r] = (int32_t)s;
   each_row(b.rows, [&](int64_t r) { prepare(r, seq_of[r]); });
 
-  std::vector<int32_t>& items = order_;  // (sequence, first row) pairs
-  items.clear();
+  // One item: up to kAttentionRows rows of one sequence, one KV head, one segment of the context.
+  struct Part {
+    int64_t sequence, row, rows, first_segment, segments, partial;  // partial: offset of the rows' partials, -1 if one segment
+  };
+  std::vector<Part> parts;
+  std::vector<std::pair<int32_t, int32_t>> items;  // (part, segment)
+  const int64_t width = l.value_dim + 2 + 14;  // partials stay aligned to 64 bytes
+  int64_t partials = 0;
   for (int64_t s = 0; s < b.sequences; s++)
     for (int64_t r = b.row_start[s]; r < b.row_start[s + 1]; r += kAttentionRows) {
-      items.push_back((int32_t)s);
-      items.push_back((int32_t)r);
+      Part p{s, r, std::min<int64_t>(kAttentionRows, b.row_start[s + 1] - r), 0, 0, -1};
+      const int64_t first = b.context[s] + (r - b.row_start[s]), last = first + p.rows - 1;
+      p.first_segment = l.window > 0 ? std::max<int64_t>(0, first + 1 - l.window) / kSegment : 0;
+      p.segments = last / kSegment - p.first_segment + 1;
+      if (p.segments > 1) {
+        p.partial = partials;
+        partials += p.segments * p.rows * l.heads * width;
+      }
+      for (int64_t g = 0; g < p.segments; g++) items.emplace_back((int32_t)parts.size(), (int32_t)(p.first_segment + g));
+      parts.push_back(p);
     }
-  int64_t longest = 0;
-  for (int64_t s = 0; s < b.sequences; s++) longest = std::max<int64_t>(longest, b.context[s] + b.row_start[s + 1] - b.row_start[s]);
-  const int64_t width = attention_scratch(longest);
-  fit(scratch_, width * pool_->threads());
+  fit(partial_, partials);
+  fit(scratch_, kAttentionScratch * pool_->threads());
   const int group = l.heads / l.kv_heads;
-  const int64_t blocks = (int64_t)items.size() / 2;
-  // Latest rows first: they see the longest context, and the short ones then fill the gaps.
-  pool_->run(blocks * l.kv_heads, [&](int64_t item, int thread) {
-    const int64_t at = blocks - 1 - item / l.kv_heads;
-    const int64_t s = items[2 * at], r = items[2 * at + 1];
+  pool_->run((int64_t)items.size() * l.kv_heads, [&](int64_t item, int thread) {
+    const auto [at, segment] = items[item / l.kv_heads];
+    const Part& p = parts[at];
     AttentionItem a;
     a.head = (int)(item % l.kv_heads);
     a.group = group;
-    a.q = qkv_.data() + r * N + (int64_t)a.head * group * l.head_dim;
+    a.q = qkv_.data() + p.row * N + (int64_t)a.head * group * l.head_dim;
     a.q_stride = N;
-    a.out = att_.data() + r * O + (int64_t)a.head * group * l.value_dim;
+    a.out = att_.data() + p.row * O + (int64_t)a.head * group * l.value_dim;
     a.out_stride = O;
-    a.rows = (int)std::min<int64_t>(kAttentionRows, b.row_start[s + 1] - r);
-    a.first_position = b.context[s] + (r - b.row_start[s]);
+    a.rows = (int)p.rows;
+    a.first_position = b.context[p.sequence] + (p.row - b.row_start[p.sequence]);
     a.window = l.window;
     a.softcap = l.softcap;
     a.sinks = l.sinks == nullptr ? nullptr : l.sinks + a.head * group;
-    a.table = tables + s * b.table_width;
-    k_->attention(kv, a, scratch_.data() + thread * width);
+    a.table = tables + p.sequence * b.table_width;
+    a.from = segment * kSegment;
+    a.to = a.from + kSegment;
+    if (p.partial >= 0) {
+      a.partial_stride = p.segments * width;
+      a.partial = partial_.data() + p.partial + (int64_t)a.head * p.rows * group * a.partial_stride + (segment - p.first_segment) * width;
+    }
+    k_->attention(kv, a, scratch_.data() + thread * kAttentionScratch);
+  });
+  if (partials == 0) return;
+  pool_->run((int64_t)parts.size() * l.kv_heads, [&](int64_t item, int) {
+    const Part& p = parts[item / l.kv_heads];
+    if (p.partial < 0) return;
+    const int64_t head = item % l.kv_heads;
+    for (int64_t pair = 0; pair < p.rows * group; pair++) {
+      const int64_t h = head * group + pair % group;
+      k_->merge_segments(partial_.data() + p.partial + (head * p.rows * group + pair) * p.segments * width, width, p.segments, l.value_dim,
+                         l.sinks == nullptr ? nullptr : l.sinks + h, att_.data() + (p.row + pair / group) * O + h * l.value_dim);
+    }
   });
 }
 
@@ -327,6 +354,7 @@ void Model::step(const Batch& b) {
     att = std::max<int64_t>(att, (int64_t)l.heads * l.value_dim);
   }
   int64_t rows = b.rows;
+  outputs_ = b.outputs;
   fit(x_, rows * H);
   fit(h_, rows * H);
   fit(tmp_, rows * H);
@@ -377,13 +405,24 @@ void Model::step(const Batch& b) {
       mlp(l, rows);
     pending_post = l.post_mlp_norm;
   }
+  norm(true, pending_post, final_norm, wants_codes(head));
+}
+
+// The final hidden states of the last step's output rows [first, first + count) are still in h_ and its codes.
+void Model::logits(int64_t first, int64_t count, float* out) {
   Linear last;
   last.parts = {head};
-  const QRows q = norm(true, pending_post, final_norm, wants_codes(head));
-  gemm(last, h_.data(), H, q, rows, b.logits, c_.vocab);
+  QRows q = qh_.view(0, c_.hidden);
+  q.rows = count;
+  q.codes += first * q.groups * kGroup;
+  q.scales += first * q.groups;
+  q.weighted += first * q.groups;
+  q.sums += first * q.groups;
+  q.half_sums += first * q.groups;
+  gemm(last, h_.data() + first * c_.hidden, c_.hidden, q, count, out, c_.vocab);
   if (c_.logit_scale != 1.0f || c_.logit_softcap > 0)
-    each_row(rows, [&](int64_t r) {
-      float* y = b.logits + r * c_.vocab;
+    each_row(count, [&](int64_t r) {
+      float* y = out + r * c_.vocab;
       for (int64_t i = 0; i < c_.vocab; i++) {
         y[i] *= c_.logit_scale;
         if (c_.logit_softcap > 0) y[i] = c_.logit_softcap * std::tanh(y[i] / c_.logit_softcap);
@@ -397,7 +436,7 @@ void Model::copy_block(int64_t source, int64_t target) {
 
 size_t Model::buffer_bytes() const {
   const auto f = [](const auto& v) { return v.capacity() * sizeof(v[0]); };
-  size_t n = f(x_) + f(h_) + f(qkv_) + f(att_) + f(tmp_) + f(ff_) + f(router_) + f(moe_out_) + f(scratch_);
+  size_t n = f(x_) + f(h_) + f(qkv_) + f(att_) + f(tmp_) + f(ff_) + f(router_) + f(moe_out_) + f(scratch_) + f(partial_);
   for (const QBuffer* q : {&qh_, &qa_, &qf_, &qe_}) n += f(q->codes) + f(q->scales) + f(q->weighted) + f(q->sums) + f(q->half_sums);
   return n;
 }

@@ -62,7 +62,6 @@ struct Batch {
   std::vector<const float*> cos, sin;   // per rope table: [rows][rope_dim / 2]
   const int32_t* output_rows = nullptr;  // [outputs]
   int64_t outputs = 0;
-  float* logits = nullptr;  // [outputs][vocab]
 };
 
 class Model {
@@ -76,7 +75,10 @@ class Model {
   std::vector<KvPool> kv;  // per slot
   int64_t kv_blocks = 0;
 
+  // Runs all layers; the output rows' final hidden states stay here for `logits`, until the next step.
   void step(const Batch& b);
+  int64_t outputs() const { return outputs_; }
+  void logits(int64_t first, int64_t count, float* out);  // out[count][vocab]
   void copy_block(int64_t source, int64_t target);
   size_t buffer_bytes() const;
 
@@ -108,7 +110,8 @@ class Model {
   ModelConfig c_;
   const Kernels* k_;
   std::shared_ptr<Pool> pool_;
-  std::vector<float> x_, h_, qkv_, att_, tmp_, ff_, router_, moe_out_, scratch_;
+  int64_t outputs_ = 0;
+  std::vector<float> x_, h_, qkv_, att_, tmp_, ff_, router_, moe_out_, scratch_, partial_;
   std::vector<int32_t> order_, expert_of_, slot_of_;
   std::vector<float> expert_weight_;
   QBuffer qh_, qa_, qf_, qe_;
