@@ -12,10 +12,25 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.control.step import BlockAppend, Chunk, SlotInit
-from headrace.engine.attention._contract import Spans
 from headrace.spec.cache import CacheLayout
 
 Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """The sequences of one step as one cache group sees them, in the order of the step's token rows.
+
+    Sequence i computes positions starts[i] … starts[i] + lengths[i] - 1; its rows follow each other from first_rows[i].
+    tables[i, j] is the block of positions j * block_tokens …; an entry behind the window is -1 and must not be read.
+    Every position up to the sequence's end is already written to the cache when `attend` runs.
+    """
+
+    starts: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    first_rows: npt.NDArray[np.int64]
+    tables: npt.NDArray[np.int32]
+    block_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

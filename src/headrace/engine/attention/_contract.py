@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
+
+from headrace.engine.batch import Spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,22 +22,6 @@ class AttentionKind:
     window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Spans:
-    """The sequences of one step as one cache group sees them, in the order of the step's token rows.
-
-    Sequence i computes positions starts[i] … starts[i] + lengths[i] - 1; its rows follow each other from first_rows[i].
-    tables[i, j] is the block of positions j * block_tokens …; an entry behind the window is -1 and must not be read.
-    Every position up to the sequence's end is already written to the cache when `attend` runs.
-    """
-
-    starts: npt.NDArray[np.int64]
-    lengths: npt.NDArray[np.int64]
-    first_rows: npt.NDArray[np.int64]
-    tables: npt.NDArray[np.int32]
-    block_tokens: int
 
 
 class LayerCache:
