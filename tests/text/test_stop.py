@@ -77,6 +77,12 @@ def test_overlapping_stops_show_nothing_of_the_match():
     assert matcher.safe == 1
 
 
+def test_a_stop_passed_over_holds_nothing_back():
+    matcher = StopMatcher(["ab"])
+    matcher.read("xab", may_stop=False)
+    assert (matcher.safe, matcher.matched) == (3, None)
+
+
 def test_no_stops_hold_nothing():
     matcher = StopMatcher([])
     matcher.read("anything")

@@ -72,6 +72,7 @@ def test_random_streams(tokenizer):
             assert (shown, len(tokens), output.kept_tokens) == (whole, len(ids), len(ids))
         else:
             assert len(tokens) <= output.kept_tokens
+            assert not tokens or tokens[-1].text
             assert whole[len(shown) :].startswith(output.stopped) or include
         if "�" not in whole:
             assert (shown, output.stopped, output.kept_tokens) == reference(tokenizer, ids, stops, include, minimum)

@@ -205,19 +205,21 @@ def _sentencepiece_bpe(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
 def implied_merges(tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
     """The merge list of a SentencePiece BPE vocabulary: every cut of a piece into two pieces, best score first.
 
-    Among cuts of equal score the longer left part comes first. Control, byte and unknown tokens take no part.
+    Of the cuts of one piece the longer left part comes first; pieces of equal score keep the vocabulary's order. Control,
+    byte and unknown tokens take no part.
     """
-    written = (_NORMAL, _USER_DEFINED)
-    normal = {text for text, kind in zip(tokens, types, strict=True) if kind in written}
-    ranked: list[tuple[float, int, int, str, str]] = []
-    for text, score, kind in zip(tokens, scores, types, strict=True):
-        if kind in written:
-            for cut in range(1, len(text)):
-                left, right = text[:cut], text[cut:]
-                if left in normal and right in normal:
-                    ranked.append((-score, -cut, cut - len(text), left, right))
-    ranked.sort(key=lambda entry: entry[:3])
-    return [(left, right) for *_, left, right in ranked]
+    written = [id_ for id_, kind in enumerate(types) if kind in (_NORMAL, _USER_DEFINED)]
+    pieces = {tokens[id_] for id_ in written}
+    written.sort(key=lambda id_: -scores[id_])
+    merges: list[tuple[str, str]] = []
+    for text in [tokens[id_] for id_ in written]:
+        for cut in range(len(text) - 1, 0, -1):
+            left = text[:cut]
+            if left in pieces:
+                right = text[cut:]
+                if right in pieces:
+                    merges.append((left, right))
+    return merges
 
 
 def _bpe(model: Any, tokens: list[str], merges: list[tuple[str, str]], **options: Any) -> Any:
