@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headrace.base.errors import HeadraceError
 from headrace.cli._options import engine_options, sampling_options
 from headrace.control.params import SamplingParams
 from headrace.spec.config import EngineConfig
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from headrace.llm import LLM
+
+HELP = "/reset forgets the conversation · /system TEXT starts anew with a system message · /exit or Ctrl-D ends"
+HINT = "Ctrl-C cuts an answer short · " + HELP
 
 
 @engine_options
@@ -20,32 +30,96 @@ def chat(
     params: SamplingParams,
     config: EngineConfig,
 ) -> None:
-    """Talk with a model; an empty line or Ctrl-D ends, Ctrl-C cuts an answer short."""
+    """Talk with a model in the terminal. Ctrl-C cuts an answer short, Ctrl-D ends; /help lists the commands."""
+    from rich.console import Console
+
     from headrace.llm import LLM
 
-    with LLM.from_config(config) as llm:
-        messages = [] if system is None else [{"role": "system", "content": system}]
+    console = Console(highlight=False)
+    with console.status("loading the model"):
+        llm = LLM.from_config(config)
+    with llm:
+        console.print(HINT, style="dim")
+        Conversation(llm, params, console, system).run(_ask(console))
+
+
+class Conversation:
+    """One talk with a model. The messages so far are sent with every turn."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, console: Console, system: str | None = None) -> None:
+        self._llm = llm
+        self._params = params
+        self._console = console
+        self._system = system
+        self.messages: list[dict[str, Any]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all but the system message."""
+        self.messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+
+    def run(self, ask: Callable[[], str]) -> None:
+        """Answer lines from `ask` until it raises EOFError or a line says /exit."""
         while True:
             try:
-                text = input("> ").strip()
-            except (EOFError, KeyboardInterrupt):
-                print()
+                line = ask().strip()
+            except EOFError:
                 return
-            if not text:
-                return
-            messages.append({"role": "user", "content": text})
-            answer = ""
-            try:
-                with closing(llm.stream(llm.chat_prompt(messages), params)) as deltas:
-                    for delta in deltas:
-                        answer += delta.text
-                        print(delta.text, end="", flush=True)
-                        if delta.completion is not None and delta.completion.error is not None:
-                            print(f"[{delta.completion.error}]", end="")
             except KeyboardInterrupt:
-                print(" [cut short]", end="")
-            print()
-            messages.append({"role": "assistant", "content": answer})
+                self._say("Ctrl-D or /exit ends")
+                continue
+            command, _, rest = line.partition(" ")
+            match command:
+                case "":
+                    continue
+                case "/exit" | "/quit":
+                    return
+                case "/reset":
+                    self.reset()
+                    self._say("forgotten")
+                case "/system":
+                    self._system = rest.strip() or None
+                    self.reset()
+                    self._say("started anew" + ("" if self._system else " without a system message"))
+                case "/help":
+                    self._say(HELP)
+                case _ if line.startswith("/") and line[1:2].isalpha() and "/" not in command[1:]:
+                    self._say(f"unknown command {command} · {HELP}")
+                case _:
+                    self.answer(line)
+
+    def answer(self, text: str) -> None:
+        """Send the next message and show the answer as it comes. A turn that fails leaves no trace in the conversation."""
+        turn = [*self.messages, {"role": "user", "content": text}]
+        answer = ""
+        failure: str | None = None
+        try:
+            with closing(self._llm.stream(self._llm.chat_prompt(turn), self._params)) as deltas:
+                for delta in deltas:
+                    answer += delta.text
+                    self._console.print(delta.text, end="", markup=False, soft_wrap=True)
+                    if delta.completion is not None:
+                        failure = delta.completion.error
+        except KeyboardInterrupt:
+            self._console.print(" [cut short]", end="", markup=False, style="dim")
+        except HeadraceError as error:
+            failure = str(error)
+        self._console.print()
+        if failure is not None:
+            self._console.print(failure, markup=False, style="red", soft_wrap=True)
+        else:
+            self.messages = [*turn, {"role": "assistant", "content": answer}]
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, style="dim")
+
+
+def _ask(console: Console) -> Callable[[], str]:
+    try:
+        import readline  # noqa: F401 - gives input() line editing and history
+    except ImportError:
+        console.print("no line editing here (Python has no readline)", style="dim")
+    return lambda: console.input("[bold]> [/bold]")
 
 
 def register(app: typer.Typer) -> None:

@@ -1,0 +1,94 @@
+import io
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from headrace.base.errors import InvalidInput
+from headrace.cli.chat import Conversation
+
+
+class Model:
+    """Answers with the number of messages it was sent; `fault` is what happens after the first word."""
+
+    def __init__(self):
+        self.sent = []
+        self.fault = None
+        self.closed = 0
+
+    def chat_prompt(self, messages):
+        self.sent.append([(m["role"], m["content"]) for m in messages])
+        if self.fault == "refused":
+            raise InvalidInput("roles must alternate", field="messages")
+        return [1]
+
+    def stream(self, prompt, params):
+        try:
+            yield SimpleNamespace(text="answer [b] ", completion=None)
+            if self.fault == "interrupt":
+                raise KeyboardInterrupt
+            error = "NaN logits" if self.fault == "failed" else None
+            yield SimpleNamespace(text=str(len(self.sent[-1])), completion=SimpleNamespace(error=error))
+        finally:
+            self.closed += 1
+
+
+@pytest.fixture
+def model():
+    return Model()
+
+
+def talk(model, *lines, system=None):
+    """What the terminal showed and the conversation after it; a line that is an exception is raised at the prompt."""
+    screen = io.StringIO()
+    conversation = Conversation(model, None, Console(file=screen, width=200), system)
+    left = iter([*lines, EOFError()])
+
+    def ask():
+        line = next(left)
+        if isinstance(line, BaseException):
+            raise line
+        if callable(line):
+            line()
+            return ""
+        return line
+
+    conversation.run(ask)
+    return screen.getvalue(), conversation
+
+
+def test_turns_are_sent_with_all_before_them(model):
+    shown, _ = talk(model, "one", "  two  ", "", system="be kind")
+    assert model.sent[0] == [("system", "be kind"), ("user", "one")]
+    assert model.sent[1] == [*model.sent[0], ("assistant", "answer [b] 2"), ("user", "two")]
+    assert "answer [b] 2\n" in shown
+    assert "answer [b] 4\n" in shown
+
+
+def test_reset_keeps_the_system_message_and_system_changes_it(model):
+    talk(model, "one", "/reset", "two", "/system new one", "three", "/system", "four", system="old")
+    assert [s[:-1] for s in model.sent] == [[("system", "old")], [("system", "old")], [("system", "new one")], []]
+
+
+def test_exit_and_unknown_commands(model):
+    shown, _ = talk(model, "/nonsense", "/usr/bin is a path", "/exit", "never sent")
+    assert "unknown command /nonsense" in shown
+    assert [s[-1][1] for s in model.sent] == ["/usr/bin is a path"]
+
+
+def test_an_interrupt_stops_the_answer_and_not_the_program(model):
+    model.fault = "interrupt"
+    shown, conversation = talk(model, "one", lambda: setattr(model, "fault", None), KeyboardInterrupt(), "two")
+    assert "cut short" in shown
+    assert model.closed == 2
+    assert model.sent[1] == [("user", "one"), ("assistant", "answer [b] "), ("user", "two")]
+    assert conversation.messages[-1]["content"] == "answer [b] 3"
+
+
+@pytest.mark.parametrize(("fault", "words"), [("refused", "roles must alternate"), ("failed", "NaN logits")])
+def test_a_failed_turn_is_shown_and_forgotten(model, fault, words):
+    model.fault = fault
+    shown, conversation = talk(model, "one", lambda: setattr(model, "fault", None), "two")
+    assert words in shown
+    assert model.sent[1] == [("user", "two")]
+    assert len(conversation.messages) == 2
