@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from headrace.control.blocks import BlockPool
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from headrace.control.blocks import BlockPool
 
 BLOCKS = 7
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from control_rig import VOCAB, HalfRight, Rig
-from headrace.control.api import FinishReason
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from headrace.control.api import FinishReason
 
 BASE = tuple((7 * i + i // 5) % VOCAB for i in range(40))
 
@@ -27,9 +28,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefill=st.sampled_from([None, 3]),
         watermark=st.sampled_from([0.0, 0.1]),
     )
-    def begin(
-        self, windows, blocks, depth, batched, order, eviction, admission, caching, drafts, prefill, watermark
-    ):
+    def begin(self, windows, blocks, depth, batched, order, eviction, admission, caching, drafts, prefill, watermark):
         self.rig = Rig(
             windows=windows,
             blocks=blocks,
@@ -59,9 +58,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt_logprobs=st.sampled_from([None, None, 0]),
         copies=st.integers(1, 2),
     )
-    def submit(
-        self, shared, own, namespace, priority, max_tokens, min_tokens, nan, logprobs, prompt_logprobs, copies
-    ):
+    def submit(self, shared, own, namespace, priority, max_tokens, min_tokens, nan, logprobs, prompt_logprobs, copies):
         for _ in range(copies):
             self.rig.submit(
                 (*BASE[:shared], *own),
@@ -132,4 +129,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None, report_multiple_bugs=False)
+TestSchedulerMachine.settings = settings(
+    max_examples=150, stateful_step_count=30, deadline=None, report_multiple_bugs=False
+)

@@ -297,6 +297,7 @@ class Scheduler:
     def _plan_running(self, build: _Build) -> bool:
         """Plan every running sequence; True if one of them lacks blocks, so that no one else may be let in."""
         prefilling: list[Sequence] = []
+        starved = False
         depth, step = self._depth, build.step_id
         chunks, rows = build.chunks, build.rows
         spare = build.budget - len(self._running)  # one token each is spoken for
@@ -319,6 +320,7 @@ class Scheduler:
                 spare -= len(drafts)
             end = start + 1 + len(drafts)
             if end > sequence.room and not self._grow(sequence, end, build):
+                starved = True
                 continue
             if sequence.dirty:
                 self._tables.announce(sequence, build.appends)
@@ -332,7 +334,6 @@ class Scheduler:
             build.budget -= end - start
         if chunks and self.config.max_prefill_tokens is not None:
             build.prefill_budget = self.config.max_prefill_tokens
-        starved = False
         for sequence in prefilling:
             if sequence.state is State.RUNNING and not self._plan_prefill(sequence, build):
                 starved = True
@@ -377,10 +378,12 @@ class Scheduler:
         build.prefill_budget -= length
 
     def _grow(self, sequence: Sequence, end: int, build: _Build) -> bool:
-        """Give a sequence blocks up to position `end`, preempting others if need be; False if it was itself preempted."""
+        """Give a sequence blocks up to position `end`, preempting others if need be; False if it has to wait."""
         while self._tables.lack(sequence, end):
             victim = self._victim(build.step_id)
             assert victim is not None  # at least the sequence itself is not planned yet
+            if victim is sequence and self._in_flight:
+                return False  # their commits may free blocks, those behind its own windows among them
             self._preempt(victim, build.now)
             if victim is sequence:
                 return False
