@@ -18,6 +18,7 @@ from headrace.bench.client import Client
 from headrace.bench.endpoint import Endpoint, EndpointError, probe
 from headrace.bench.golden import GoldenScript, GoldenServer
 from headrace.bench.metrics import all_metrics, measure
+from headrace.bench.prompts import common_words
 from headrace.bench.records import Outcome, RequestRecord, ServerSample, TokenSource
 from headrace.bench.slo import Slo
 from headrace.bench.traffic import Call, Message
@@ -52,7 +53,7 @@ async def test_counts_are_those_of_the_server(kind: str, per_chunk: int, usage: 
         truth = server.truth[0]
     assert record.outcome is Outcome.OK
     assert record.output_tokens == 12 == sum(truth.event_tokens)
-    assert text == "".join(f" t{k}" for k in range(12))
+    assert text == " " + " ".join(common_words()[:12])
     assert record.prompt_tokens == truth.prompt_tokens == (7 if kind == "chat" else 3)
     assert record.response_id == truth.id
     assert sum(record.event_tokens) == pytest.approx(12)
@@ -160,7 +161,7 @@ async def test_not_streamed_answers_too() -> None:
         async with session.post(url + "/v1/chat/completions", data=b"{") as response:
             refused = response.status
     assert answer["usage"]["completion_tokens"] == 5
-    assert answer["choices"][0]["message"]["content"] == " t0 t1 t2 t3 t4"
+    assert answer["choices"][0]["message"]["content"] == " " + " ".join(common_words()[:5])
     assert refused == 400
 
 

@@ -140,7 +140,7 @@ def compare_runs(
 
 def _value(summary: dict[str, Any], figure: Figure) -> float | None:
     found = summary.get(figure.key)
-    value = found.get(figure.statistic) if found else None
+    value = (found or {}).get(figure.statistic)
     return None if value is None else float(value)
 
 

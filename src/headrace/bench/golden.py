@@ -21,6 +21,7 @@ from typing import Any
 from aiohttp import web
 
 from headrace.base.errors import InvalidInput
+from headrace.bench.prompts import common_words
 from headrace.bench.ticker import Ticker
 
 CHAT_TOKENS_PER_MESSAGE = 4
@@ -321,7 +322,9 @@ class _Stream:
 
 
 def _words(first: int, size: int) -> str:
-    return "".join(f" t{first + k}" for k in range(size))
+    """Text of tokens `first`, `first + 1`, …: common words, which client-side tokenizers count as one token each too."""
+    words = common_words()
+    return "".join(f" {words[(first + k) % len(words)]}" for k in range(size))
 
 
 def _refuse(status: int, message: str) -> web.Response:

@@ -46,7 +46,8 @@ def content(folder: Path) -> Content:
 
 def _run(folder: Path) -> Content:
     summary = read_summary(folder)
-    records = read_records(folder / "records.jsonl")
+    path = folder / "records.jsonl"
+    records = read_records(path) if path.exists() else []
     slo = Slo.parse(summary["slo"]["objective"]) if summary.get("slo") else None
     charts = run_charts(records, read_samples(folder / SAMPLES_FILE), slo)
     return f"{summary['model']} on {summary['workload']}", _subtitle(summary), _body(summary, charts), charts
@@ -210,7 +211,7 @@ def _headline(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
         ("$ / M output tokens", "usd_per_million_output_tokens", "value", 1.0, ""),
     ):
         found = summary.get(key)
-        if not found:
+        if not found or statistic not in found:
             continue
         low, high = (
             (found["low"], found["high"]) if statistic == "value" else found.get(f"{statistic}_interval", (None, None))
@@ -228,9 +229,9 @@ def _figure_table(summary: dict[str, Any]) -> str:
             continue
         if "p99" in found:
             factor, unit = (1e3, "ms") if metric.unit == "s" else (1.0, metric.unit)
-            cells = [_short(found[name] * factor) for name in ("mean", "p50", "p90", "p99")]
+            cells = [_short(found[name] * factor) if name in found else "" for name in ("mean", "p50", "p90", "p99")]
             spread = found.get("mean_interval")
-            rows.append([f"{metric.what}, {unit}", *cells, _spread(spread, factor), str(found["count"])])
+            rows.append([f"{metric.what}, {unit}", *cells, _spread(spread, factor), str(found.get("count", ""))])
         elif "value" in found:
             rows.append(
                 [

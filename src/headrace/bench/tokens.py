@@ -12,13 +12,10 @@ from headrace.base.errors import HeadraceError, InvalidInput
 def token_counter(name: str) -> Callable[[str], int]:
     """Counts the tokens of a text without special ones. `name`: a folder, a `.gguf` file, a known name or a hub id."""
     from headrace.spec.locate import locate
-    from headrace.text.tokenizer import Tokenizer
+    from headrace.text.load import load_tokenizer
 
     try:
-        files = locate(name)
-        tokenizer = (
-            Tokenizer.from_gguf(files.gguf().metadata) if files.kind == "gguf" else Tokenizer.from_folder(files.root)
-        )
+        tokenizer = load_tokenizer(locate(name))
     except (HeadraceError, OSError) as error:
         raise InvalidInput(f"cannot load a tokenizer from {name!r}: {error}", field="--tokenizer") from error
     return lambda text: len(tokenizer.encode(text, add_special=False, parse_special=False))

@@ -34,7 +34,7 @@ WithReport = Annotated[bool, typer.Option("--report/--no-report", help="Write re
 def register(app: typer.Typer) -> None:
     """Add the verb to the application."""
     bench = typer.Typer(help="Load tests with intervals against any OpenAI-compatible endpoint.", no_args_is_help=True)
-    for command in (run, resume, ab, compare, report_, golden, workloads, targets):
+    for command in (run, resume, ab, compare, report_, import_, golden, workloads, targets):
         name = command.__name__.strip("_").replace("_", "-")
         bench.command(name)(load_options(command) if "load" in command.__annotations__ else command)
     app.add_typer(bench, name="bench")
@@ -216,6 +216,21 @@ def report_(
     if png:
         for path in page.write_pngs(folder / "charts", content(folder)[3]):
             typer.echo(path)
+
+
+def import_(
+    source: Annotated[Path, typer.Argument(help="Result of guidellm, aiperf or vllm bench serve.")],
+    out: Out,
+    as_json: AsJson = False,
+    report: WithReport = True,
+) -> None:
+    """Take over another tool's result, to compare and report it like a run of ours."""
+    from headrace.bench.importers import import_results
+
+    if not source.exists():
+        raise InvalidInput(f"{source} is not there", field="FILE")
+    _new_folder(out)
+    _conclude(out, import_results(source, out), as_json=as_json, report=report)
 
 
 def golden(
