@@ -178,7 +178,7 @@ void set_kv(PyModel& m, Bytes pool, int type, int slots, int64_t blocks, int blo
 }
 
 // Checked here, so that nothing out of range ever reaches the kernels.
-void step(PyModel& m, Ints tokens, Ints row_start, Ints context, Tables tables, nb::list cos, nb::list sin, Ints outputs) {
+void step(PyModel& m, Ints tokens, Ints row_start, Ints context, Tables tables, nb::list cos, nb::list sin, Ints outputs, Bytes broken) {
   Batch b;
   const auto& c = m.model.config();
   require(!m.model.kv.empty(), "step: no KV pool");
@@ -220,7 +220,10 @@ void step(PyModel& m, Ints tokens, Ints row_start, Ints context, Tables tables, 
   for (const auto& l : m.model.layers) require(l.rope < (int)cos.size() && (l.rope < 0 || (int)hold[2 * l.rope].shape(1) * 2 == l.rope_dim), "cos: table missing or of the wrong width");
   b.output_rows = outputs.data();
   b.outputs = outputs.shape(0);
-  for (int64_t i = 0; i < b.outputs; i++) require(b.output_rows[i] >= 0 && b.output_rows[i] < b.rows && (i == 0 || b.output_rows[i] > b.output_rows[i - 1]), "outputs: not ascending rows");
+  require(b.outputs <= b.rows, "outputs: more than rows");
+  for (int64_t i = 0; i < b.outputs; i++) require(b.output_rows[i] >= 0 && b.output_rows[i] < b.rows, "outputs: row out of range");
+  require((int64_t)broken.shape(0) == b.sequences, "broken: wrong length");
+  b.broken = broken.data();
   nb::gil_scoped_release release;
   m.model.step(b);
 }
@@ -228,15 +231,15 @@ void step(PyModel& m, Ints tokens, Ints row_start, Ints context, Tables tables, 
 template <class T>
 using Column = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-void sample_rows(Rows logits, Column<const uint8_t> greedy, Column<const float> temperature, Column<const int64_t> top_k, Column<const double> top_p,
+void sample_rows(Rows logits, Column<const uint8_t> greedy, Column<const uint8_t> untouched, Column<const float> temperature, Column<const int64_t> top_k, Column<const double> top_p,
                  Column<const float> min_p, Column<const double> uniform, Column<int64_t> ids, Column<uint8_t> state, Pool& pool) {
   const int64_t rows = logits.shape(0), vocab = logits.shape(1);
-  for (size_t n : {greedy.shape(0), temperature.shape(0), top_k.shape(0), top_p.shape(0), min_p.shape(0), uniform.shape(0), ids.shape(0), state.shape(0)})
+  for (size_t n : {greedy.shape(0), untouched.shape(0), temperature.shape(0), top_k.shape(0), top_p.shape(0), min_p.shape(0), uniform.shape(0), ids.shape(0), state.shape(0)})
     require((int64_t)n == rows, "sample: columns of different lengths");
   const Kernels* k = select_kernels("auto");
   nb::gil_scoped_release release;
   pool.run(rows, [&](int64_t r, int) {
-    const Rule rule{greedy.data()[r] != 0, temperature.data()[r], top_k.data()[r], top_p.data()[r], min_p.data()[r], uniform.data()[r]};
+    const Rule rule{greedy.data()[r] != 0, untouched.data()[r] != 0, temperature.data()[r], top_k.data()[r], top_p.data()[r], min_p.data()[r], uniform.data()[r]};
     ids.data()[r] = choose(*k, logits.data() + r * vocab, vocab, rule, state.data() + r);
   });
 }
@@ -258,6 +261,8 @@ void logprob_rows(Rows logits, Column<const int64_t> ids, Column<const int64_t> 
 
 NB_MODULE(_native, mod) {
   mod.doc() = "Headrace's native CPU backend.";
+  // At the end of a process an executor's daemon thread may still hold its model; the system takes that memory back.
+  nb::set_leak_warnings(false);
   mod.def("kernels", [] {
     nb::list names;
     for (const Kernels* k : {kernels_avx512(), kernels_avxvnni(), kernels_avx2(), kernels_neon(), kernels_scalar()})
@@ -327,7 +332,7 @@ NB_MODULE(_native, mod) {
   }, nb::arg("matrix"), nb::arg("x"), nb::arg("out"), nb::arg("kernels") = "auto", nb::arg("exact") = false,
      "One product, for tests: out[rows][tiles * 16].");
 
-  mod.def("sample", &sample_rows, nb::arg("logits"), nb::arg("greedy"), nb::arg("temperature"), nb::arg("top_k"), nb::arg("top_p"), nb::arg("min_p"), nb::arg("uniform"), nb::arg("ids"), nb::arg("state"), nb::arg("pool"),
+  mod.def("sample", &sample_rows, nb::arg("logits"), nb::arg("greedy"), nb::arg("untouched"), nb::arg("temperature"), nb::arg("top_k"), nb::arg("top_p"), nb::arg("min_p"), nb::arg("uniform"), nb::arg("ids"), nb::arg("state"), nb::arg("pool"),
           "Choose one token per row. state: 0 chosen, 1 logits not finite, 2 nothing allowed (every logit is -inf).");
   mod.def("logprobs", &logprob_rows, nb::arg("logits"), nb::arg("ids"), nb::arg("wanted"), nb::arg("own"), nb::arg("rank"), nb::arg("top_ids"), nb::arg("top_values"), nb::arg("pool"),
           "Log-probability and rank of ids, and the best alternatives of each row.");
@@ -367,7 +372,8 @@ NB_MODULE(_native, mod) {
         require(source >= 0 && target >= 0 && source < m.model.kv_blocks && target < m.model.kv_blocks, "copy_block: out of range");
         m.model.copy_block(source, target);
       })
-      .def("step", &step, nb::arg("tokens"), nb::arg("row_start"), nb::arg("context"), nb::arg("tables"), nb::arg("cos"), nb::arg("sin"), nb::arg("outputs"))
+      .def("step", &step, nb::arg("tokens"), nb::arg("row_start"), nb::arg("context"), nb::arg("tables"), nb::arg("cos"), nb::arg("sin"), nb::arg("outputs"), nb::arg("broken"),
+           "Run all layers. broken[sequences] is set to 1 where keys or values are not finite or do not fit the cache's type.")
       .def("logits", [](PyModel& m, int64_t first, OutRows out) {
         const int64_t count = out.shape(0);
         require(first >= 0 && first + count <= m.model.outputs(), "logits: rows out of range");

@@ -76,6 +76,8 @@ struct Kernels {
   void (*attention)(const KvPool& kv, const AttentionItem& item, float* scratch);
   // Combine the partials of one (row, head), in ascending order of segments, into out[value_dim].
   void (*merge_segments)(const float* first, int64_t stride, int64_t segments, int value_dim, const float* sink, float* out);
+  // Smallest and largest of x[n]; false if something is NaN or +inf.
+  bool (*extremes)(const float* x, int64_t n, float* low, float* top);
   // out[i] = exp((x[i] - top) * factor)
   void (*exponentials)(const float* x, int64_t n, float top, float factor, float* out);
   // Store keys [kv_heads * head_dim] and values of one token at (block, offset).

@@ -115,7 +115,7 @@ static void tile_of(const Matrix& m, int64_t t, const QRows& x, int64_t row0, in
 namespace headrace {
 const Kernels* kernels_avx512() {
   using namespace avx512;
-  static const Kernels table{"avx512-vnni", quantize, gemm_q, gemm_f, rms_norm, gated, attention, merge_segments, exponentials, store_kv};
+  static const Kernels table{"avx512-vnni", quantize, gemm_q, gemm_f, rms_norm, gated, attention, merge_segments, extremes, exponentials, store_kv};
   return &table;
 }
 }  // namespace headrace

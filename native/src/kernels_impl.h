@@ -206,6 +206,33 @@ static void rms_norm(const float* x, const float* weight, float offset, int64_t 
   for (; i < n; i++) out[i] = x[i] * r * (weight[i] + offset);
 }
 
+static bool extremes(const float* x, int64_t n, float* low, float* top) {
+  const float inf = std::numeric_limits<float>::infinity();
+  // Several accumulators, since a maximum takes four cycles; `bad` gathers x * 0, which is NaN for what is not finite,
+  // except that -inf is let through by looking at max(x, 0).
+  F high[4], deep[4], bad[4];
+  for (int j = 0; j < 4; j++) high[j] = deep[j] = set1(-inf), bad[j] = zero();
+  int64_t i = 0;
+  for (; i + 64 <= n; i += 64)
+    for (int j = 0; j < 4; j++) {
+      const F v = load(x + i + 16 * j);
+      high[j] = max(v, high[j]);
+      deep[j] = max(sub(zero(), v), deep[j]);
+      bad[j] = fma(max(zero(), v), zero(), bad[j]);
+    }
+  float most = max_lanes(max(max(high[0], high[1]), max(high[2], high[3])));
+  float least = -max_lanes(max(max(deep[0], deep[1]), max(deep[2], deep[3])));
+  float wrong = sum_lanes(add(add(bad[0], bad[1]), add(bad[2], bad[3])));
+  for (; i < n; i++) {
+    most = x[i] > most ? x[i] : most;
+    least = x[i] < least ? x[i] : least;
+    if (!(x[i] <= std::numeric_limits<float>::max())) wrong = inf;
+  }
+  *top = most;
+  *low = least;
+  return wrong == 0;
+}
+
 static void exponentials(const float* x, int64_t n, float top, float factor, float* out) {
   int64_t i = 0;
   for (; i + 16 <= n; i += 16) store(out + i, exp(mul(sub(load(x + i), set1(top)), set1(factor))));

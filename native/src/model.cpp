@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 
 namespace headrace {
@@ -10,6 +11,19 @@ constexpr int64_t kRowChunk = 64;     // rows of one GEMM item: enough to reuse 
 constexpr int64_t kItemBytes = 24576;  // weights of one GEMM item at few rows: amortizes the hand-out, leaves many items
 constexpr int64_t kSerialRows = 4;    // below this, a row operation costs less than waking anyone
 constexpr int kAttentionRows = 16;
+
+// Whether something in x[n] is not finite or its magnitude reaches `limit`. Compares bit patterns, which order like values
+// and put what is not finite on top; this way the loop becomes vector code.
+bool reaches(const float* x, int64_t n, float limit) {
+  uint32_t top = 0, bound;
+  std::memcpy(&bound, &limit, 4);
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t bits;
+    std::memcpy(&bits, x + i, 4);
+    top = std::max(top, bits & 0x7fffffffu);
+  }
+  return top >= bound;
+}
 
 // Rotate the first `dim` values of a head.
 void rotate(float* x, const float* cos, const float* sin, int dim, bool interleaved) {
@@ -117,6 +131,9 @@ void Model::attention(const Batch& b, const LayerWeights& l) {
   const int64_t q_size = (int64_t)l.heads * l.head_dim, k_size = (int64_t)l.kv_heads * l.head_dim;
   const KvPool& kv = this->kv[l.slot];
   const int32_t* tables = b.tables + (int64_t)l.group * b.sequences * b.table_width;
+  const float limit = kv.type == KvType::f32   ? std::numeric_limits<float>::infinity()
+                      : kv.type == KvType::f16 ? 65520.0f
+                                               : 127.0f * 65504.0f;
   // Rotary embedding and the write of this step's keys and values, row by row; attention reads them after the barrier.
   const auto prepare = [&](int64_t r, int64_t seq) {
     float* row = qkv_.data() + r * N;
@@ -136,6 +153,7 @@ void Model::attention(const Batch& b, const LayerWeights& l) {
       for (int h = 0; h < l.heads + l.kv_heads; h++) rotate(row + (int64_t)h * l.head_dim, cos, sin, l.rope_dim, l.rope_interleaved);
     }
     for (int64_t i = 0; i < q_size; i++) row[i] *= l.scale;
+    if (reaches(k, N - q_size, limit)) row_broken_[r] = 1;
     const int64_t position = b.context[seq] + (r - b.row_start[seq]);
     k_->store_kv(kv, tables[seq * b.table_width + position / kv.block_tokens], (int)(position % kv.block_tokens), k, k + k_size);
   };
@@ -355,6 +373,8 @@ void Model::step(const Batch& b) {
   }
   int64_t rows = b.rows;
   outputs_ = b.outputs;
+  fit(row_broken_, rows);
+  std::fill_n(row_broken_.data(), rows, 0);
   fit(x_, rows * H);
   fit(h_, rows * H);
   fit(tmp_, rows * H);
@@ -389,6 +409,8 @@ void Model::step(const Batch& b) {
         std::copy_n(x_.data() + b.output_rows[r] * H, H, h_.data() + r * H);
         std::copy_n(att_.data() + b.output_rows[r] * O, O, qkv_.data() + r * O);
       }
+      for (int64_t s = 0; s < b.sequences; s++)
+        b.broken[s] = std::find(row_broken_.data() + b.row_start[s], row_broken_.data() + b.row_start[s + 1], 1) != row_broken_.data() + b.row_start[s + 1];
       rows = b.outputs;
       std::copy_n(h_.data(), rows * H, x_.data());
       std::copy_n(qkv_.data(), rows * O, att_.data());

@@ -62,6 +62,7 @@ struct Batch {
   std::vector<const float*> cos, sin;   // per rope table: [rows][rope_dim / 2]
   const int32_t* output_rows = nullptr;  // [outputs]
   int64_t outputs = 0;
+  uint8_t* broken = nullptr;  // [sequences], set to 1 where keys or values are not finite or too large for the cache
 };
 
 class Model {
@@ -114,6 +115,7 @@ class Model {
   std::vector<float> x_, h_, qkv_, att_, tmp_, ff_, router_, moe_out_, scratch_, partial_;
   std::vector<int32_t> order_, expert_of_, slot_of_;
   std::vector<float> expert_weight_;
+  std::vector<uint8_t> row_broken_;
   QBuffer qh_, qa_, qf_, qe_;
 };
 

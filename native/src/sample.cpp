@@ -42,14 +42,8 @@ float least_kept(const std::vector<float>& weights, int64_t top_k, double top_p)
 
 int64_t choose(const Kernels& k, const float* logits, int64_t vocab, const Rule& rule, uint8_t* state) {
   *state = 0;
-  // Four running maxima, so that the compiler can keep several vectors in flight; ties go to the lowest id.
-  float top = -std::numeric_limits<float>::infinity();
-  bool bad = false;
-  for (int64_t i = 0; i < vocab; i++) {
-    top = logits[i] > top ? logits[i] : top;
-    bad |= !(logits[i] <= std::numeric_limits<float>::max());
-  }
-  if (bad) {
+  float top, low;
+  if (!k.extremes(logits, vocab, &low, &top) || (rule.untouched && low == -std::numeric_limits<float>::infinity())) {
     *state = 1;
     return 0;
   }

@@ -6,7 +6,7 @@ import re
 
 from headrace.base.errors import CorruptCheckpoint
 from headrace.engine.weights.dummy import DummySource
-from headrace.engine.weights.source import Floats, Rows, TensorSource
+from headrace.engine.weights.source import Floats, Rows, Stored, TensorSource
 
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$|^rope_freqs\.weight$|^rope_factors_(long|short)\.weight$")
 """Tensors that repeat what the configuration says; they are never taken."""
@@ -25,6 +25,13 @@ class Checkpoint:
         if isinstance(self._source, DummySource):
             return self._source.read_as(name, shape)
         return self._source.read(name)
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
+        """Tensor `name` as its file holds it; CorruptCheckpoint if it is missing or not of `shape`."""
+        self._check(name, shape)
+        if isinstance(self._source, DummySource):
+            return Stored.of_floats(self._source.read_as(name, shape))
+        return self._source.stored(name)
 
     def rows(self, name: str, shape: tuple[int, int]) -> Rows | None:
         """Row access to matrix `name` in its file, or None for weights without a file."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from headrace.engine.weights.source import Floats
+from headrace.engine.weights.source import Floats, Stored
 
 
 class DummySource:
@@ -35,6 +35,9 @@ class DummySource:
         out = rng.standard_normal(shape, np.float32)
         out *= 0.02
         return out
+
+    def stored(self, name: str) -> Stored:
+        raise LookupError(name)
 
     def rows(self, name: str) -> None:
         return None

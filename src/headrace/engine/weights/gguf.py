@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from headrace.base.errors import CorruptCheckpoint, UnsupportedModel
 from headrace.engine.weights.dequantize import SUPPORTED, dequantize
-from headrace.engine.weights.source import Floats
+from headrace.engine.weights.source import Floats, Stored
 from headrace.spec.ggml import GGMLType
 from headrace.spec.gguf import GGUFHeader, GGUFTensor
 
@@ -47,6 +48,11 @@ class GGUFSource:
         tensor = self._tensor(name)
         rows, columns = tensor.shape
         return GGUFRows(self._raw(tensor).reshape(rows, tensor.nbytes // rows), tensor.type, columns)
+
+    def stored(self, name: str) -> Stored:
+        tensor = self._tensor(name)
+        rows = prod(tensor.shape[:-1])
+        return Stored(tensor.type.name, self._raw(tensor).reshape(rows, -1), tensor.shape[-1])
 
     def _tensor(self, name: str) -> GGUFTensor:
         if name not in self._tensors:

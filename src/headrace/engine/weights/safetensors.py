@@ -12,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.base.errors import CorruptCheckpoint, UnsupportedModel
-from headrace.engine.weights.source import Floats
+from headrace.engine.weights.source import Floats, Stored
 
 _MAX_HEADER_BYTES = 100_000_000
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+_GGML_NAMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 _INDEX = "model.safetensors.index.json"
 
 
@@ -51,6 +52,14 @@ class SafetensorsSource:
 
     def rows(self, name: str) -> SafetensorsRows:
         return SafetensorsRows(self._mapped(name))
+
+    def stored(self, name: str) -> Stored:
+        kind = _GGML_NAMES.get(self._entry(name).dtype)
+        if kind is None:
+            return Stored.of_floats(self.read(name))
+        mapped = self._mapped(name)
+        columns = mapped.shape[-1] if mapped.ndim else 1
+        return Stored(kind, mapped.reshape(-1, columns).view(np.uint8), columns)
 
     def _entry(self, name: str) -> _Entry:
         if name not in self._entries:

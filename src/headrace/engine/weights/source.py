@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +20,30 @@ class Rows(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Consecutive rows of a tensor as its file holds them: `kind` is the ggml type's name (plain ones: f32, f16, bf16).
+
+    `data` [rows, bytes of a row] is a view of the mapped file where there is one; leading dimensions are folded into rows.
+    """
+
+    kind: str
+    data: npt.NDArray[np.uint8]
+    columns: int
+
+    @property
+    def rows(self) -> int:
+        return len(self.data)
+
+    def part(self, first: int, count: int) -> Stored:
+        return Stored(self.kind, self.data[first : first + count], self.columns)
+
+    @classmethod
+    def of_floats(cls, values: Floats) -> Stored:
+        flat = np.ascontiguousarray(values, np.float32).reshape(-1, values.shape[-1])
+        return cls("f32", flat.view(np.uint8), values.shape[-1])
+
+
 class TensorSource(Protocol):
     """Tensors of one checkpoint. `shape` and `read` raise `CorruptCheckpoint` naming a tensor that is absent or damaged."""
 
@@ -32,4 +57,8 @@ class TensorSource(Protocol):
 
     def rows(self, name: str) -> Rows | None:
         """Row access without loading the tensor, or None where the format keeps no file."""
+        ...
+
+    def stored(self, name: str) -> Stored:
+        """The tensor's bytes as stored, nothing converted; a type that has no ggml name is given as f32."""
         ...

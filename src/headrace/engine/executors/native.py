@@ -1,0 +1,51 @@
+"""The native executor: packed weights and hand-written CPU kernels, without torch.
+
+`headrace_native` is a distribution of its own, since building it takes a C++ compiler.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from headrace.engine.models._support import unsupported
+from headrace.spec.config import EngineConfig
+from headrace.spec.locate import ModelFiles
+
+if TYPE_CHECKING:
+    from headrace.engine.native.model import NativeModel
+
+MISSING = (
+    "headrace-native is not installed (pip install 'headrace[cpu]', or with a C++ compiler from a checkout: "
+    "pip install ./native)"
+)
+
+
+class NativeBackend:
+    name = "native"
+
+    def unavailable(self, files: ModelFiles, config: EngineConfig) -> str | None:
+        if config.device not in ("auto", "cpu"):
+            return f"it computes on the CPU, not on {config.device}"
+        if find_spec("headrace_native") is None:
+            return MISSING
+        reason = unsupported(files.spec())
+        if reason is None:
+            from headrace.engine.native.layers import unsupported as not_computed
+
+            reason = not_computed(files.spec())
+        if reason is None and files.kind == "gguf" and config.load_format != "dummy":
+            from headrace.engine.native.formats import unknown_types
+
+            reason = unknown_types(files.gguf())
+        if reason is None and config.backend == "auto" and config.block_tokens is not None and config.block_tokens % 16:
+            reason = f"blocks of {config.block_tokens} tokens are not a multiple of 16"
+        return reason
+
+    def load(self, files: ModelFiles, config: EngineConfig) -> NativeModel:
+        from headrace.engine.native.model import load
+
+        return load(files, config)
+
+
+BACKEND = NativeBackend()

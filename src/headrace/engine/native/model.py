@@ -1,0 +1,201 @@
+"""A model as the native backend holds it: options resolved, weights packed, an executor made of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+
+import headrace_native
+
+from headrace.base.errors import InvalidInput
+from headrace.control.api import MemoryItem
+from headrace.engine.backend import Limits
+from headrace.engine.grammars import Grammars
+from headrace.engine.memory import available_bytes, physical_cores
+from headrace.engine.models import MODELS
+from headrace.engine.native.compute import KV_TYPES, NativeCompute
+from headrace.engine.native.layers import Plan
+from headrace.engine.native.rotations import Rotations
+from headrace.engine.step_thread import ThreadExecutor
+from headrace.engine.steps import Steps
+from headrace.engine.weights.checkpoint import Checkpoint
+from headrace.engine.weights.dummy import DummySource
+from headrace.engine.weights.gguf import GGUFSource
+from headrace.engine.weights.safetensors import SafetensorsSource, checkpoint_paths
+from headrace.engine.weights.source import TensorSource
+from headrace.spec.accounting import activation_bytes
+from headrace.spec.cache import CacheLayout
+from headrace.spec.config import EngineConfig
+from headrace.spec.locate import ModelFiles
+from headrace.spec.packing import WEIGHTS, packed_weight_bytes
+from headrace.text.grammar import GrammarTokens
+
+log = logging.getLogger("headrace.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Resolved options of this backend. `pin`: CPUs that the worker threads are bound to, none if empty."""
+
+    weights: str
+    kv: str
+    threads: int
+    kernels: str
+    exact_activations: bool
+    pin: tuple[int, ...]
+
+
+def resolve(config: EngineConfig) -> Options:
+    """Every option of the backend, checked; InvalidInput names the field."""
+    if config.weights not in WEIGHTS:
+        raise _unknown("weights", config.weights, WEIGHTS)
+    kv = "fp16" if config.kv == "auto" else config.kv
+    if kv not in KV_TYPES:
+        raise _unknown("kv", kv, ("auto", *KV_TYPES))
+    if config.attention not in ("auto", "native"):
+        raise _unknown("attention", config.attention, ("auto", "native"))
+    if config.block_tokens is not None and config.block_tokens % 16:
+        raise InvalidInput(
+            f"the native backend needs KV blocks of a multiple of 16 tokens, not {config.block_tokens}",
+            field="block_tokens",
+            remedy="set it to 16 or 32, or use backend torch",
+        )
+    given = dict(config.options)
+    kernels = given.pop("kernels", "auto")
+    known = ("auto", *headrace_native.kernels())
+    if kernels not in known:
+        raise _unknown("options.kernels", kernels, known)
+    activations = given.pop("activations", "int8")
+    if activations not in ("int8", "fp32"):
+        raise _unknown("options.activations", activations, ("int8", "fp32"))
+    threads = config.threads or physical_cores()
+    pin = _cpus(given.pop("pin", "off"), threads)
+    if given:
+        raise InvalidInput(
+            f"the native backend has no option {next(iter(given))!r}",
+            field="options",
+            remedy="known: kernels, activations, pin",
+        )
+    return Options(config.weights, kv, threads, kernels, activations == "fp32", pin)
+
+
+def load(files: ModelFiles, config: EngineConfig) -> NativeModel:
+    """Read and pack the weights. Raises CorruptCheckpoint, UnsupportedModel or InvalidInput."""
+    options = resolve(config)
+    available = available_bytes()
+    pool = headrace_native.Pool(options.threads, list(options.pin))
+    spec = files.spec()
+    architecture = MODELS.get(spec.model_type)
+    dummy = config.load_format == "dummy"
+    names = architecture.gguf if files.kind == "gguf" and not dummy else architecture.hf
+    plan = Plan(spec, names, Checkpoint(_source(files, config)), _dummy_weights(options.weights, spec, dummy))
+    plan.arena.adopt(plan.arena.fill(pool))
+    return NativeModel(files, plan, options, pool, available, dummy)
+
+
+class NativeModel:
+    """See `headrace.engine.backend.LoadedModel`."""
+
+    def __init__(
+        self,
+        files: ModelFiles,
+        plan: Plan,
+        options: Options,
+        pool: headrace_native.Pool,
+        available: int,
+        dummy: bool,
+    ) -> None:
+        self.spec = plan.spec
+        self.device = "cpu"
+        self.weights_precision = plan.precision
+        self.kv_precision = options.kv
+        self._files = files
+        self._plan = plan
+        self._options = options
+        self._pool = pool
+        self._available = available
+        header = files.gguf() if files.kind == "gguf" and not dummy else None
+        predicted = packed_weight_bytes(self.spec, _dummy_weights(options.weights, self.spec, dummy), header)
+        self._memory = [MemoryItem("weights", predicted, plan.arena.nbytes)]
+
+    def kv_budget_bytes(self, memory_fraction: float, max_num_seqs: int, max_batched_tokens: int) -> int:
+        """`memory_fraction` of what was available before loading, less weights and the modelled activation peak."""
+        activations = activation_bytes(self.spec, max_batched_tokens, max_num_seqs, activation_precision="fp32")
+        return int(self._available * memory_fraction) - self._plan.arena.nbytes - activations
+
+    def executor(self, layout: CacheLayout, limits: Limits) -> ThreadExecutor:
+        options = self._options
+        model = self._plan.build(self._pool, layout, options.kernels, options.exact_activations)
+        rotations = [Rotations(rope, limits.max_model_len) for rope in self._plan.ropes]
+        compute = NativeCompute(model, self._pool, layout, limits.num_blocks, rotations, self.spec.vocab_size)
+        self._memory.append(MemoryItem("kv_pool", layout.bytes_per_block * limits.num_blocks, compute.kv.nbytes))
+        grammars = Grammars(self.spec.vocab_size, self._grammar_tokens)
+        steps = Steps(compute, layout, limits, grammars)
+        return ThreadExecutor(steps.step, limits.max_num_seqs, name="headrace-native")
+
+    def memory(self) -> tuple[MemoryItem, ...]:
+        return tuple(self._memory)
+
+    def notes(self) -> tuple[str, ...]:
+        o = self._options
+        kernels = headrace_native.kernels()[0] if o.kernels == "auto" else o.kernels
+        activations = "fp32" if o.exact_activations else "int8 per 32"
+        forms = ", ".join(f"{name} {count:,} B" for name, count in self._plan.packed_as.items())
+        pinned = f", workers pinned to CPUs {list(o.pin)}" if o.pin else ""
+        note = f"native backend: {kernels} kernels on {o.threads} threads{pinned}, activations {activations}, KV {o.kv}"
+        return (note, f"weights packed as {forms}")
+
+    def _grammar_tokens(self) -> GrammarTokens:
+        from headrace.text.tokenizer import Tokenizer
+
+        files = self._files
+        tokenizer = (
+            Tokenizer.from_gguf(files.gguf().metadata) if files.kind == "gguf" else Tokenizer.from_folder(files.root)
+        )
+        return GrammarTokens.of(tokenizer, self.spec.eos_token_ids or tokenizer.eos_token_ids)
+
+
+def _source(files: ModelFiles, config: EngineConfig) -> TensorSource:
+    if config.load_format == "dummy":
+        return DummySource(config.seed)
+    if files.kind == "gguf":
+        return GGUFSource(files.gguf())
+    paths = checkpoint_paths(files.root)
+    if not paths:
+        raise InvalidInput(
+            f"{files.root} holds no safetensors weights", field="model", remedy="load_format dummy draws random ones"
+        )
+    return SafetensorsSource(paths)
+
+
+def _dummy_weights(weights: str, spec, dummy: bool) -> str:
+    """Random weights are made in fp32; `auto` then means what the checkpoint would have been."""
+    if not dummy or weights != "auto":
+        return weights
+    return spec.checkpoint_precision if spec.checkpoint_precision in ("fp32", "fp16", "bf16") else "int8"
+
+
+def _cpus(text: str, threads: int) -> tuple[int, ...]:
+    if text in ("", "off"):
+        return ()
+    allowed = sorted(os.sched_getaffinity(0))
+    if text == "auto":
+        return tuple(allowed[:threads])
+    try:
+        cpus = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        cpus = ()
+    if not cpus or not set(cpus) <= set(allowed):
+        raise InvalidInput(
+            f"pin={text} does not name CPUs of this process",
+            field="options.pin",
+            remedy=f"auto, off, or a comma-separated list out of {allowed}",
+        )
+    return cpus
+
+
+def _unknown(field: str, value: str, known: tuple[str, ...]) -> InvalidInput:
+    return InvalidInput(
+        f"the native backend cannot use {field} {value!r}", field=field, remedy="choose one of: " + ", ".join(known)
+    )

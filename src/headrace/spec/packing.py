@@ -1,0 +1,150 @@
+"""How the native CPU backend stores weights, and the bytes that takes: part of the one arithmetic (`spec.accounting`).
+
+A matrix is cut into tiles of 16 outputs and groups of 32 inputs; a group's codes are preceded by their scales. The same
+layout is written down for the kernels in `native/src/packed.h`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from headrace.base.errors import InvalidInput, UnsupportedModel
+from headrace.base.units import ceil_div
+from headrace.spec.model import ModelSpec
+from headrace.spec.tensors import weights
+
+if TYPE_CHECKING:
+    from headrace.spec.gguf import GGUFHeader
+
+TILE = 16
+GROUP = 32
+SUPER = 8
+ALIGNMENT = 64
+"""Every packed tensor starts at a multiple of this: a line of codes must not straddle two cache lines."""
+
+Role = Literal["matrix", "table", "router"]
+"""What a matrix is for: `table` is the embedding or the output head, `router` chooses experts and stays in floats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """One packed format: bytes of codes, of scales per (tile, group) and of scales per 8 groups of a tile.
+
+    `codes`, `scales` and `zero` are the numbers that native code knows the format by.
+    """
+
+    name: str
+    codes: int
+    scales: int
+    zero: int
+    bits: int
+    code_bytes: int
+    scale_bytes: int = 0
+    super_bytes: int = 0
+
+    def nbytes(self, outputs: int, inputs: int) -> int:
+        """Bytes of a matrix; outputs are padded to whole tiles, inputs to whole groups."""
+        groups = ceil_div(inputs, GROUP)
+        tile = groups * (self.code_bytes + self.scale_bytes) + ceil_div(groups, SUPER) * self.super_bytes
+        return ceil_div(outputs, TILE) * tile
+
+
+PACKINGS: dict[str, Packing] = {
+    p.name: p
+    for p in (
+        Packing("fp32", 0, 0, 0, 32, 2048),
+        Packing("fp16", 1, 0, 0, 16, 1024),
+        Packing("bf16", 2, 0, 0, 16, 1024),
+        Packing("q4_0", 3, 1, 8, 4, 256, 32),
+        Packing("q4_1", 3, 2, 0, 4, 256, 64),
+        Packing("q5_0", 4, 1, 16, 5, 320, 32),
+        Packing("q5_1", 4, 2, 0, 5, 320, 64),
+        Packing("q8_0", 6, 1, 0, 8, 512, 32),
+        Packing("q4_k", 3, 3, 0, 4, 256, 32, 64),
+        Packing("q5_k", 4, 3, 0, 5, 320, 32, 64),
+        Packing("q6_k", 5, 4, 32, 6, 384, 32, 32),
+    )
+}
+
+_PLAIN = {"f32": "fp32", "f16": "fp16", "bf16": "bf16"}
+_CHOICES = {
+    "fp32": "fp32",
+    "fp16": "fp16",
+    "bf16": "bf16",
+    "int8": "q8_0",
+    "q8_0": "q8_0",
+    "int4": "q4_1",
+    "q4": "q4_1",
+}
+
+WEIGHTS = ("auto", *_CHOICES)
+"""What `weights` may be: as stored, or every matrix converted when it is loaded. `int8` is a scale per group of 32 inputs,
+`int4` a scale and a minimum; embedding and head are then kept in 8 bits, routers in floats."""
+
+
+def packing(stored: str, wanted: str, role: Role) -> Packing:
+    """The format in which a matrix stored as ggml type `stored` is packed when the user asked for `wanted`."""
+    natural = _PLAIN.get(stored, stored)
+    if natural not in PACKINGS:
+        raise UnsupportedModel(
+            f"weights of type {stored} have no packed form", field="weights", remedy="known: " + ", ".join(PACKINGS)
+        )
+    if wanted not in WEIGHTS:
+        raise InvalidInput(
+            f"cannot use weights {wanted!r}", field="weights", remedy="choose one of: " + ", ".join(WEIGHTS)
+        )
+    if role == "router":
+        return PACKINGS[natural if natural in _PLAIN.values() else "fp32"]
+    if wanted == "auto":
+        return PACKINGS[natural]
+    chosen = PACKINGS[_CHOICES[wanted]]
+    if chosen.bits == 4 and role == "table":
+        chosen = PACKINGS["q8_0"]
+    # What has as many bits already is kept as it is: quantizing it once more would only lose.
+    same = chosen.scales != 0 and PACKINGS[natural].bits == chosen.bits
+    return PACKINGS[natural] if same else chosen
+
+
+def aligned(count: int) -> int:
+    return ceil_div(count, ALIGNMENT) * ALIGNMENT
+
+
+def packed_weight_bytes(spec: ModelSpec, wanted: str, header: GGUFHeader | None = None) -> int:
+    """Bytes of all weights as the native backend allocates them: matrices packed, vectors in fp32, each aligned.
+
+    Without a GGUF header every matrix is taken to be stored in the checkpoint's precision.
+    """
+    if header is not None:
+        return sum(_file_tensors(spec, wanted, header))
+    stored = {"fp32": "f32", "fp16": "f16"}.get(spec.checkpoint_precision, "bf16")
+    total = 0
+    for w in weights(spec, mtp=False):
+        if len(w.shape) == 1:
+            total += w.copies * aligned(4 * w.shape[0])
+        else:
+            form = packing(stored, wanted, _role(w.role))
+            total += w.copies * aligned(form.nbytes(*w.shape))
+    return total
+
+
+def _role(part: str) -> Role:
+    if part in ("embedding", "lm_head"):
+        return "table"
+    return "router" if part == "router" else "matrix"
+
+
+def _file_tensors(spec: ModelSpec, wanted: str, header: GGUFHeader) -> Iterator[int]:
+    from headrace.spec.accounting import gguf_part
+
+    for tensor in header.tensors.values():
+        part = gguf_part(tensor.name)
+        if part == "extra" or (part == "lm_head" and spec.tied_embeddings):
+            continue
+        if len(tensor.shape) == 1:
+            yield aligned(4 * tensor.shape[0])
+            continue
+        *copies, outputs, inputs = tensor.shape
+        form = packing(tensor.type.name, wanted, _role(part))
+        yield (copies[0] if copies else 1) * aligned(form.nbytes(outputs, inputs))
