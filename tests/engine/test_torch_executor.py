@@ -154,6 +154,14 @@ def test_a_row_that_is_not_finite_fails_alone(poisoned, sampling):
     assert [s.generated for s in survivors] == expected
 
 
+def test_a_chunk_that_does_not_sample_fails_too(poisoned):
+    """Otherwise its blocks, also those before the bad token, would be published to others with the same prefix."""
+    bad, good = poisoned.add([1, 2, 3, POISON, 4, 5, 6]), poisoned.add([1, 2, 3, 9, 4, 5, 6])
+    result = poisoned.step([(bad, 5), (good, 5)])
+    assert [r.error for r in result.rows] == [NOT_FINITE, None]
+    assert [r.token_ids for r in result.rows] == [(), ()]
+
+
 def test_blocks_of_a_failed_or_aborted_row_do_not_harm_their_next_owner(poisoned):
     """Every block of the pool is left full of NaN, by a row that failed and by one aborted before it sampled."""
     good = prompts(4, seed=4)
@@ -236,6 +244,27 @@ def test_copied_blocks_continue_a_prefix_without_touching_it(engine):
     second.blocks, second.owned = shared + 1, [fresh]
     engine.generate([first, second], 10)
     assert first.generated == second.generated == expected
+
+
+def test_a_copied_block_s_tail_is_not_trusted(poisoned):
+    """The copy was taken from a sequence that wrote NaN behind the shared part."""
+    prompt = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]
+    expected = alone(poisoned, prompt, 4)
+    source = poisoned.add([*prompt[:-1], POISON, POISON])
+    poisoned.step([(source, len(prompt) - 1)])
+    assert poisoned.step([(source, 2)]).rows[0].error == NOT_FINITE
+    target = poisoned.add(prompt)
+    plan = poisoned.plan([])
+    fresh = poisoned.free.pop()
+    appends = (BlockAppend(target.slot, 0, 0, (source.owned[0], fresh)),)
+    copies = (BlockCopy(source.owned[1], fresh),)
+    chunks = (Chunk(target.slot, len(prompt) - 1, 1, True),)
+    row = poisoned.executor.submit(StepPlan(1, plan.releases, plan.inits, appends, copies, chunks)).result().rows[0]
+    assert row.error is None
+    target.generated.extend(row.token_ids)
+    target.computed, target.blocks = len(prompt), 2
+    poisoned.generate([target], 4)
+    assert target.generated == expected
 
 
 def test_blocks_behind_a_window_are_never_read(tmp_path):

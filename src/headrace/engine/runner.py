@@ -55,12 +55,6 @@ class KVPool:
     def zero(self, token_slots: np.ndarray) -> None:
         self._tokens.index_fill_(2, torch.from_numpy(token_slots).to(self.kv.device), 0)
 
-    def make_finite(self, blocks: Sequence[int]) -> None:
-        """Replace what is not a number in `blocks`, which a failed sequence leaves to the next owner."""
-        at = torch.tensor(blocks, device=self.kv.device)
-        found = self.kv.index_select(2, at)
-        self.kv.index_copy_(2, at, found.nan_to_num_(0.0, 0.0, 0.0))
-
 
 class Runner:
     """Owns the pool, the slots and the sampling state of one model; `step` must be called by one thread only."""
@@ -110,6 +104,7 @@ class Runner:
         started = time.perf_counter()
         hidden = self._decoder.hidden(context)
         compute_s = time.perf_counter() - started
+        self._note_failures(batch, hidden)
         rows, owners = sampling_rows(batch, chunks)
         prompts, prompt_s = self._prompt_logprobs(batch, hidden)
         results: dict[int, RowResult] = {}
@@ -165,6 +160,14 @@ class Runner:
             attention=self._attention,
         )
 
+    def _note_failures(self, batch: Batch, hidden: torch.Tensor) -> None:
+        """Mark sequences with a row that is not finite, also where nothing is sampled: their KV would be published."""
+        finite = torch.isfinite(hidden.sum(-1)).cpu().numpy()
+        if not finite.all():
+            whole = np.logical_and.reduceat(finite, batch.first_rows)
+            for slot in batch.slots[~whole].tolist():
+                self._broken.setdefault(slot, NOT_FINITE)
+
     def _picked(self, hidden: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
         if len(rows) == len(hidden):
             return hidden
@@ -218,18 +221,12 @@ class Runner:
         if chunk.drafts:
             self._slots.lengths[slot] -= len(chunk.drafts)
         if error is not None:
-            self._fail(slot, error)
+            self._broken[slot] = error
             # The slot still advances, so that a step issued meanwhile has an input; its result is an error again.
             self._slots.place(slot, [0])
             return RowResult(slot, prompt_logprobs=prompt, error=error)
         self._slots.place(slot, kept)
         return RowResult(slot, tuple(kept), tuple(logprobs), prompt)
-
-    def _fail(self, slot: int, error: str) -> None:
-        self._broken[slot] = error
-        if error == NOT_FINITE:
-            blocks = self._slots.tables[:, slot]
-            self.pool.make_finite(sorted(set(blocks[blocks >= 0].tolist())))
 
     def _prompt_logprobs(
         self, batch: Batch, hidden: torch.Tensor
