@@ -255,7 +255,7 @@ class Scheduler:
             build = _Build(self._next_step, self.config.max_batched_tokens, ticks(self._clock.now()))
             preemptions = self._preemptions
             starved = self._plan_running(build)
-            if not starved and self._preemptions == preemptions and self._waiting:
+            if self._waiting and self._slots and not starved and self._preemptions == preemptions:
                 self._plan_waiting(build)
             if build.chunks:
                 return self._issue(build)
@@ -456,7 +456,13 @@ class Scheduler:
         return self._prefix.match(sequence.request.namespace, sequence.encoded, limit)
 
     def _hit_tokens(self, sequence: Sequence) -> int:
-        return self._match(sequence, len(sequence.token_ids) - 1).length
+        """What the cache has of a waiting request. An eviction since the last look may have made it less; the match that
+        counts is made at admission."""
+        publications, hit = sequence.probed
+        if publications != self._prefix.publications:
+            hit = self._match(sequence, len(sequence.token_ids) - 1).length
+            sequence.probed = (self._prefix.publications, hit)
+        return hit
 
     def _admit(self, sequence: Sequence, hit: Hit, build: _Build) -> bool:
         """Start a waiting request if its first chunk and the admission policy allow; nothing is changed otherwise."""

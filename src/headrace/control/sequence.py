@@ -30,7 +30,7 @@ class Sequence:
 
     __slots__ = (
         "_encoded", "behind", "bypassed", "cached_tokens", "computed", "decode_steps", "dirty", "held_for", "holds", "incarnation",
-        "limit", "number", "pending", "place", "planned", "preemptions", "prefill_steps", "prompt_length",
+        "limit", "number", "pending", "place", "planned", "preemptions", "prefill_steps", "probed", "prompt_length",
         "prompt_logprobs", "rank", "request", "room", "scheduled", "slot", "state", "stopping_ids", "tables",
         "token_ids", "wants_prompt_logprobs", "watch",
     )  # fmt: skip
@@ -68,6 +68,8 @@ class Sequence:
         """(producer, its incarnation, tokens it must have computed) while this one waits for a prefix in the making."""
         self.holds = 0
         self.bypassed = 0
+        self.probed = (-1, 0)
+        """(publications of the prefix cache, tokens it had of this request) when an order policy last asked."""
 
         self.wants_prompt_logprobs = request.sampling.prompt_logprobs is not None
         self.prompt_logprobs: list[TokenLogprobs] = []
