@@ -8,7 +8,7 @@ STAMP := $(VENV)/.headrace-setup
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt scripts/setup.sh
+$(STAMP): pyproject.toml constraints.txt scripts/setup.sh native/CMakeLists.txt native/pyproject.toml $(wildcard native/src/*)
 	PYTHON=$(PYTHON) VENV=$(VENV) bash scripts/setup.sh
 	touch $(STAMP)
 

