@@ -51,8 +51,13 @@ def from_invalid_input(error: HeadraceError) -> ApiError:
 
 
 def engine_failed(message: str) -> ApiError:
-    """The engine gave up on an accepted request."""
-    return ApiError(500, message, kind="server_error", code="engine_error")
+    """The engine gave up on an accepted request; the first line of what it said goes to the client, the rest to its log."""
+    return ApiError(
+        500,
+        message.splitlines()[0][:200] if message else "The engine failed on this request.",
+        kind="server_error",
+        code="engine_error",
+    )
 
 
 def unavailable(message: str, retry_after_s: int, code: str) -> ApiError:
