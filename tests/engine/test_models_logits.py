@@ -95,10 +95,10 @@ CASES = {
 }
 
 
-def tiny_model(tmp_path, name: str, shard: str = "5GB"):
+def tiny_model(tmp_path, name: str, shard: str = "5GB", **changes):
     """A random model of the case, saved as a checkpoint; biases and norms are made to matter."""
     config_class, fields = CASES[name]
-    config = getattr(transformers, config_class)(**SIZES | fields, attn_implementation="eager")
+    config = getattr(transformers, config_class)(**SIZES | fields | changes, attn_implementation="eager")
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
