@@ -34,11 +34,21 @@ BATCHES = {
 }
 
 
-def random_batch(kind: AttentionKind, shape, seed: int, block_tokens: int = 8):
+def share_prefixes(batch, prefixes: dict[int, list[int]]) -> None:
+    """Let the sequences of each list have the first `tokens` of the first one, in its blocks."""
+    spans = batch[0]
+    for tokens, members in prefixes.items():
+        spans.tables[members[1:], : tokens // spans.block_tokens] = spans.tables[
+            members[0], : tokens // spans.block_tokens
+        ]
+
+
+def random_batch(kind: AttentionKind, shape, seed: int, block_tokens: int = 8, shuffle: bool = True):
     """A paged cache whose unread places are not numbers, scattered tables, and this step's rows."""
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
-    shape = [shape[i] for i in rng.permutation(len(shape))]
+    if shuffle:
+        shape = [shape[i] for i in rng.permutation(len(shape))]
     starts, lengths = np.array(shape, np.int64).T
     ends = starts + lengths
     width = int(-(-ends.max() // block_tokens)) + 2
@@ -83,6 +93,32 @@ def test_equals_naive(name, kind, shape):
         expected = attend(ATTENTION.get("naive"), KINDS[kind], batch)
         assert torch.isfinite(expected).all()
         torch.testing.assert_close(attend(backend, KINDS[kind], batch), expected, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=list(KINDS))
+@pytest.mark.parametrize("name", [n for n in ATTENTION.names() if n != "naive"])
+def test_shared_prefixes_equal_naive(name, kind, monkeypatch):
+    """Two families of decoding sequences with common first blocks, one inside another, among strangers."""
+    monkeypatch.setattr("headrace.engine.attention.sdpa._CALL_BYTES", 4_000)
+    shape = [(40, 1), (33, 1), (90, 1), (0, 9), (33, 1), (64, 1), (200, 1), (32, 1), (12, 3), (41, 1), (47, 1)]
+    for seed in range(3):
+        batch = random_batch(KINDS[kind], shape, seed, shuffle=False)
+        if KINDS[kind].window is None:
+            share_prefixes(batch, {32: [0, 1, 4, 7], 64: [2, 6, 5], 40: [9, 10]})
+        expected = attend(ATTENTION.get("naive"), KINDS[kind], batch)
+        torch.testing.assert_close(attend(ATTENTION.get(name), KINDS[kind], batch), expected, atol=2e-6, rtol=1e-5)
+
+
+def test_shared_prefixes_are_read_once():
+    kind = KINDS["gqa"]
+    batch = random_batch(kind, [(400 + i, 1) for i in range(40)], 0, shuffle=False)
+    share_prefixes(batch, {384: list(range(40))})
+    prepared = ATTENTION.get("sdpa").prepare(batch[0], kind, torch.device("cpu"), torch.float32)
+    assert len(prepared.buckets) == 1
+    assert prepared.buckets[0].shared.tolist() == batch[0].tables[0, :48].tolist()
+    assert len(prepared.buckets[0].blocks) <= 40 * 7
+    expected = attend(ATTENTION.get("naive"), kind, batch)
+    torch.testing.assert_close(attend(ATTENTION.get("sdpa"), kind, batch), expected, atol=2e-6, rtol=1e-5)
 
 
 def test_naive_is_the_textbook_formula():

@@ -2,7 +2,8 @@
 
 Sequences of similar shape form a *bucket* and are computed by one call, padded to the bucket's longest; how to cut a batch
 into buckets is chosen by a small cost model. Three kinds of bucket:
-* decode (one query each): the query heads of a KV head become rows of one product, so a key is read once per group;
+* decode (one query each): the query heads of a KV head become rows of one product, so a key is read once per group; where
+  sequences share their first blocks, these are read once for all of them and the two parts joined by their log-sums;
 * fresh (nothing in the cache yet): the step's own keys, causal, no gather and no mask;
 * cached (several queries after a cached prefix): gathered keys and an explicit mask.
 Soft caps and sinks, which torch's kernel does not know, take the same buckets through plain products.
@@ -33,7 +34,8 @@ Ints = npt.NDArray[np.int64]
 @dataclass(frozen=True, slots=True)
 class _Bucket:
     """`rows` [sequences * queries] picks the queries (None: all rows in order); `real` [real rows] picks what is not
-    padding of the result, `targets` where it goes. `blocks` flat [sequences * n], None for a fresh bucket."""
+    padding of the result, `targets` where it goes. `blocks` flat [sequences * n], None for a fresh bucket. `shared`: blocks
+    before these that all sequences of a decode bucket have in common and see whole."""
 
     sequences: int
     queries: int
@@ -42,6 +44,7 @@ class _Bucket:
     targets: torch.Tensor | None
     blocks: torch.Tensor | None
     mask: torch.Tensor | None
+    shared: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +65,13 @@ class SDPA:
         cached = ~single & ~fresh
         buckets: list[_Bucket] = []
         maker = _BucketMaker(spans, kind, device, dtype)
-        for members in maker.decode_groups(np.flatnonzero(single)):
-            buckets.append(maker.decode(members))
-        for members in maker.similar(np.flatnonzero(fresh)):
-            buckets.append(maker.fresh(members))
-        for members in maker.similar(np.flatnonzero(cached)):
-            buckets.append(maker.cached(members))
+        separate = np.flatnonzero(single)
+        if kind.softcap is None and kind.sinks is None:
+            families, separate = maker.families(separate)
+            buckets.extend(maker.decode(members, common) for members, common in families)
+        buckets.extend(maker.decode(members) for members in maker.decode_groups(separate))
+        buckets.extend(maker.fresh(members) for members in maker.similar(np.flatnonzero(fresh)))
+        buckets.extend(maker.cached(members) for members in maker.similar(np.flatnonzero(cached)))
         return _Prepared(kind, buckets)
 
     def attend(
@@ -104,7 +108,9 @@ def _bucket(
             k, v = k.index_select(0, b.rows), v.index_select(0, b.rows)
         shape = (b.sequences, b.queries, kind.num_kv_heads, dim)
         keys, values = k.view(shape).transpose(1, 2), v.view(shape).transpose(1, 2)
-    if kind.softcap is None and kind.sinks is None:
+    if b.shared is not None:
+        out = _joined(q, keys, values, cache, kind, b)
+    elif kind.softcap is None and kind.sinks is None:
         causal = b.mask is None and b.queries > 1
         out = F.scaled_dot_product_attention(
             q, keys, values, b.mask, is_causal=causal, scale=kind.scale, enable_gqa=not packed and group > 1
@@ -114,6 +120,29 @@ def _bucket(
     if not packed:
         out = out.transpose(1, 2)
     return out.reshape(b.sequences * b.queries, kind.num_heads * dim)
+
+
+def _joined(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cache: LayerCache, kind: AttentionKind, b: _Bucket
+) -> torch.Tensor:
+    """A packed decode bucket whose sequences share a prefix: attention over the prefix, once for all queries, and over the
+    rest, weighted by each part's share of the softmax's denominator (the online softmax of two pieces)."""
+    rows, kv_heads, group, dim = q.shape
+    shared_keys, shared_values = cache.gather(b.shared, 1, q.dtype)
+    queries = q.transpose(0, 1).reshape(1, kv_heads, rows * group, dim)
+    before, before_log = _with_log_sum(queries, shared_keys, shared_values, None, scale=kind.scale)
+    after, after_log = _with_log_sum(q, keys, values, b.mask, scale=kind.scale)
+    before = before.view(kv_heads, rows, group, dim).transpose(0, 1)
+    before_log = before_log.view(kv_heads, rows, group).transpose(0, 1)
+    share = torch.sigmoid(before_log - after_log).unsqueeze(-1).to(q.dtype)
+    return torch.lerp(after, before, share)
+
+
+def _with_log_sum(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, *, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention and the logarithm of its denominator [rows, heads, queries]."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, keys, values, attn_mask=mask, scale=scale)
 
 
 def _products(
@@ -159,6 +188,30 @@ class _BucketMaker:
         self._call_blocks = max(1.0, _CALL_BYTES / block_bytes)
         self._num_rows = int(spans.lengths.sum())
 
+    def families(self, members: Ints) -> tuple[list[tuple[Ints, int]], Ints]:
+        """Sequences that share at least so many first blocks that reading them once pays for the extra calls, with the
+        number of these blocks; and the members that are left."""
+        found: list[tuple[Ints, int]] = []
+        if len(members) < 2 or self._device.type != "cpu":
+            return found, members
+        whole = self._window is None or self._ends[members] <= self._window
+        left = np.ones(len(members), bool)
+        first = self._s.tables[members, 0]
+        names, counts = np.unique(first, return_counts=True)
+        for name in names[counts > 1].tolist():
+            inside = (first == name) & whole
+            family = members[inside]
+            if len(family) < 2:
+                continue
+            # Each keeps a block of its own, so that neither part is ever empty.
+            width = int(self._num_blocks[family].min()) - 1
+            tables = self._s.tables[family, :width]
+            common = int(np.logical_and.accumulate((tables == tables[0]).all(axis=0)).sum())
+            if common * (len(family) - 1) > 2 * self._call_blocks:
+                found.append((family, common))
+                left &= ~inside
+        return found, members[left]
+
     def decode_groups(self, members: Ints) -> list[Ints]:
         """Cut rows, sorted by length, where padding would cost more than another call: least total cost, by recursion."""
         if len(members) <= 1:
@@ -195,12 +248,16 @@ class _BucketMaker:
             groups.append([i])
         return [np.array(sorted(g), np.int64) for g in groups]
 
-    def decode(self, members: Ints) -> _Bucket:
-        blocks, count = self._blocks(members)
+    def decode(self, members: Ints, common: int = 0) -> _Bucket:
+        """One query per sequence; the first `common` blocks are the same for all of them."""
+        shared = None
+        if common:
+            shared = torch.from_numpy(self._s.tables[members[0], :common].astype(np.int64))
+        blocks, count = self._blocks(members, common)
         queries_at = self._s.starts[members]
-        mask = self._mask(queries_at[:, None], self._keys_at(members, count))
+        mask = self._mask(queries_at[:, None], self._keys_at(members, count, common))
         rows, _, targets = self._rows(members, 1)
-        return _Bucket(len(members), 1, rows, None, targets, blocks, mask)
+        return _Bucket(len(members), 1, rows, None, targets, blocks, mask, shared)
 
     def fresh(self, members: Ints) -> _Bucket:
         longest = int(self._s.lengths[members].max())
@@ -220,15 +277,17 @@ class _BucketMaker:
         rows, real, targets = self._rows(members, longest)
         return _Bucket(len(members), longest, rows, real, targets, blocks, mask)
 
-    def _keys_at(self, members: Ints, count: int) -> Ints:
-        first = self._first_block[members] * self._s.block_tokens
+    def _keys_at(self, members: Ints, count: int, skipped: int = 0) -> Ints:
+        first = (self._first_block[members] + skipped) * self._s.block_tokens
         return first[:, None] + np.arange(count * self._s.block_tokens)[None, :]
 
-    def _blocks(self, members: Ints) -> tuple[torch.Tensor, int]:
-        """Blocks in sight of each member, padded with its own last one (whose content is finite), and their number."""
-        count = int(self._num_blocks[members].max())
+    def _blocks(self, members: Ints, skipped: int = 0) -> tuple[torch.Tensor, int]:
+        """Blocks in sight of each member after the first `skipped`, padded with its own last one (whose content is
+        finite), and their number."""
+        count = int(self._num_blocks[members].max()) - skipped
+        first = self._first_block[members] + skipped
         last = self._first_block[members] + self._num_blocks[members] - 1
-        columns = np.minimum(self._first_block[members][:, None] + np.arange(count), last[:, None])
+        columns = np.minimum(first[:, None] + np.arange(count), last[:, None])
         ids = self._s.tables[members[:, None], columns].astype(np.int64)
         return torch.from_numpy(ids.reshape(-1)).to(self._device), count
 
