@@ -238,14 +238,14 @@ def test_unknown_options_and_models_are_refused_before_loading() -> None:
 
 def test_an_engine_that_does_not_fit_names_the_setting_that_does() -> None:
     with pytest.raises(DoesNotFit) as caught:
-        LLM("smollm2-135m", kv_bytes=10**6, max_model_len=100)
+        LLM("smollm2-135m", backend="torch", threads=1, kv_bytes=10**6, max_model_len=100)
     error = caught.value
     assert error.field == "kv_bytes"
     assert "set kv_bytes to " in (error.remedy or "")
     kv_bytes = int((error.remedy or "").split("set kv_bytes to ")[1].split()[0])
-    with LLM("smollm2-135m", kv_bytes=kv_bytes, max_model_len=100) as llm:
+    with LLM("smollm2-135m", backend="torch", threads=1, kv_bytes=kv_bytes, max_model_len=100) as llm:
         assert llm.info.max_model_len == 100
         answer = one(llm.generate([7] * 90, SamplingParams(temperature=0, ignore_eos=True)))
         assert len(answer.token_ids) == 10
     with pytest.raises(DoesNotFit):
-        LLM("smollm2-135m", kv_bytes=kv_bytes - 1, max_model_len=100)
+        LLM("smollm2-135m", backend="torch", threads=1, kv_bytes=kv_bytes - 1, max_model_len=100)
