@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from control_rig import VOCAB, HalfRight, Rig
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -129,6 +129,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
+# Without shrinking a failure is long to read but found in bounded time; add Phase.shrink to study one.
 TestSchedulerMachine.settings = settings(
-    max_examples=150, stateful_step_count=30, deadline=None, report_multiple_bugs=False
+    max_examples=150,
+    stateful_step_count=30,
+    deadline=None,
+    report_multiple_bugs=False,
+    phases=[Phase.reuse, Phase.generate],
 )

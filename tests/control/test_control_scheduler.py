@@ -406,6 +406,21 @@ def test_the_least_important_is_preempted():
     assert rig.finish[high].timeline.preemptions == 0
 
 
+def test_a_preempted_request_returns_only_with_its_tokens_in_flight():
+    rig = Rig(blocks=8, depth=3, watermark=0.0, admission="eager")
+    high = rig.submit(prompt(12), max_tokens=16, ignore_eos=True)
+    low = rig.submit(prompt(12, 2), max_tokens=16, ignore_eos=True)
+    while rig.scheduler.stats().preemptions == 0:
+        if len(rig.flight) == 2:
+            rig.commit()
+        rig.plan()
+    assert rig.flight  # steps that sample for the preempted request
+    rig.abort(high)  # room for it again
+    assert rig.plan() is None
+    rig.run()
+    assert rig.finish[low].timeline.preemptions == 1
+
+
 def test_a_timeline_adds_up_and_says_where_time_went():
     rig = Rig(blocks=10, watermark=0.0, max_num_seqs=2, admission="eager")
     rig.clock.advance_to(200.1)
