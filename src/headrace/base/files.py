@@ -1,4 +1,4 @@
-"""Atomic files and the user's data folder."""
+"""Atomic files and the user's folders for data and for what can be made again."""
 
 from __future__ import annotations
 
@@ -30,3 +30,10 @@ def data_dir() -> Path:
         return Path(explicit)
     base = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
     return Path(base) / "headrace"
+
+
+def cache_dir() -> Path:
+    """The user's cache folder: `$HEADRACE_CACHE`, else `$XDG_CACHE_HOME/headrace`, else `~/.cache/headrace`."""
+    if explicit := os.environ.get("HEADRACE_CACHE"):
+        return Path(explicit)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"

@@ -41,6 +41,7 @@ class EngineConfig:
     drafter: Annotated[str, "speculative decoding: who proposes tokens"] = "none"
     threads: Annotated[int | None, "CPU threads of the engine"] = None
     seed: Annotated[int, "seed of dummy weights"] = 0
+    cache: Annotated[bool, "keep weights that were converted for this machine on disk for the next start"] = True
     options: Annotated[tuple[tuple[str, str], ...], "NAME=VALUE for the chosen backend, drafter or policy"] = ()
 
     def __post_init__(self) -> None:
