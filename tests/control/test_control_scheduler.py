@@ -128,6 +128,17 @@ def test_a_sliding_window_lets_a_request_outgrow_the_pool():
     assert rig.finish[name].completion_tokens == 50
 
 
+@pytest.mark.parametrize("windows", [(None, 5), (6,), (3, 9)])
+def test_a_lone_request_in_the_smallest_pool_waits_for_its_own_steps(windows):
+    for length in range(9, 40):
+        blocks = next(n for n in range(1, 60) if Rig(windows=windows, blocks=n).scheduler.capacity_tokens >= length + 6)
+        rig = Rig(windows=windows, blocks=blocks, depth=3, max_batched_tokens=23)
+        name = rig.submit(prompt(length), max_tokens=6, ignore_eos=True)
+        rig.run(most_steps=60)
+        assert rig.finish[name].completion_tokens == 6
+        assert rig.finish[name].timeline.preemptions == 0  # a sequence that gives itself up may never get anywhere
+
+
 def test_nan_fails_one_row_alone_and_nothing_of_it_is_cached():
     rig = Rig(depth=2)
     bad = rig.submit(prompt(24), nan=1, max_tokens=9, ignore_eos=True)
