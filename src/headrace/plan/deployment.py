@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -25,7 +26,8 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
 
     Predictions take this and only this, so they cannot read a measured answer. `weights`/`kv`: precisions, "auto" for
     the checkpoint's and the engine's default. `memory_fraction`, `max_*`: None means the engine's own default.
-    `concurrency`: requests in flight in a closed loop; None means as many as fit (an offline queue).
+    `concurrency`: requests in flight in a closed loop; None means as many as fit (an offline queue). Published runs often
+    do not say whether it is per instance ("unstated"): then more than twice what one instance holds counts as spread.
     """
 
     model: str
@@ -53,6 +55,7 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
     chunked_prefill: bool = True
     prefix_hit_rate: float = 0.0
     gpu_price_usd_h: float | None = None
+    concurrency_scope: Literal["instance", "unstated"] = "instance"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +117,7 @@ def resolve(inputs: Inputs) -> Deployment:
     policy = engine_facts.memory_policy(engine, inputs.engine_version)
     layout, replicas, notes = _layout(inputs)
     weights, parts = _weights(inputs.weights, model, engine)
-    kv = _kv(inputs.kv, model, weights, policy)
+    kv = _kv(inputs.kv, model, weights, policy, gpu)
     _check_divisible(model.spec, layout)
     large = gpu.memory_bytes >= 70 * GIB and gpu.generation != "ampere"
     max_model_len = inputs.max_model_len or model.spec.max_context
@@ -167,8 +170,12 @@ def _layout(inputs: Inputs) -> tuple[Layout, int, list[str]]:
     """Ranks of one instance and how many instances there are. Without --tp, one instance over all GPUs."""
     n, pp, dp, ep = inputs.n_gpus, inputs.pp, inputs.dp, inputs.ep
     tp = inputs.tp if inputs.tp is not None else max(1, n // (pp * dp))
-    layout = Layout(tp, pp, dp, ep)
     notes: list[str] = []
+    if dp > 1 and tp * dp * pp > n >= tp * pp and tp % dp == 0:
+        # SGLang and TensorRT-LLM count data-parallel attention inside tp: each replica has tp / dp ranks.
+        tp //= dp
+        notes.append(f"dp {dp} is taken as attention replicas inside tp, {tp} rank(s) each")
+    layout = Layout(tp, pp, dp, ep)
     if layout.ranks > n:
         raise InvalidInput(
             f"tp {tp} x pp {pp} x dp {dp} with ep {ep} needs {layout.ranks} GPUs, but there are {n}",
@@ -233,11 +240,14 @@ def _weights(name: str, model: Model, engine: str) -> tuple[str, tuple[tuple[str
     return chosen, ()
 
 
-def _kv(name: str, model: Model, weights: str, policy: engine_facts.MemoryPolicy) -> str:
+def _kv(name: str, model: Model, weights: str, policy: engine_facts.MemoryPolicy, gpu: hardware.Gpu) -> str:
     bare = re.sub(r"\s*\(.*\)\s*$", "", name.strip().lower())
     if bare not in ("", "auto"):
         return kv_precision(bare).name
     if policy.kv_default == "checkpoint" and weights.startswith(("fp8", "nvfp4", "mxfp4")):
+        return "fp8"
+    latent = any(isinstance(layer.mixer, LatentAttention) for layer in model.spec.layers)
+    if latent and gpu.generation in policy.fp8_latent_on:
         return "fp8"
     return "fp16" if model.spec.checkpoint_precision == "fp16" else "bf16"
 

@@ -108,13 +108,16 @@ def _caches(model_id: str, spec: ModelSpec, layout: Layout, kv: str, draft: bool
 
 
 def _rope_table_bytes(spec: ModelSpec) -> int:
-    """Cosines and sines of every position in 16 bit, one table per kind of rope."""
-    dims = {
-        m.rope.dim if isinstance(m, Attention) and m.rope else m.rope_dim
-        for layer in spec.layers
-        if isinstance(m := layer.mixer, Attention | LatentAttention)
-        and (isinstance(m, LatentAttention) or m.rope is not None)
-    }
+    """Cosines and sines of every position in 16 bit, one table per width of rope."""
+    dims: set[int] = set()
+    for layer in spec.layers:
+        match layer.mixer:
+            case LatentAttention():
+                dims.add(layer.mixer.rope_dim)
+            case Attention() if layer.mixer.rope is not None:
+                dims.add(layer.mixer.rope.dim)
+            case _:
+                pass
     return sum(spec.max_context * dim * 2 for dim in dims)
 
 

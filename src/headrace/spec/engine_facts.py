@@ -36,7 +36,8 @@ class MemoryPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     states that a hybrid model keeps per request; `page_rounding`: attention pages of a hybrid grow to the size of its
     state, so that one pool serves both;
     `tokens_by_concurrency`: the printed token count is concurrency x longest context, not pages x page size. `fragmentation`: factor on activations (the profile saw the allocator's cache).
-    `residual_copies`: copies of the residual stream held beyond those of `accounting.activation_bytes`.
+    `kv_default` "checkpoint": an FP8 or FP4 checkpoint brings an FP8 cache;
+    `fp8_latent_on`: generations where an MLA latent is cached in FP8 unless told otherwise. `residual_copies`: copies of the residual stream held beyond those of `accounting.activation_bytes`.
     `mxfp4_hidden_multiple`: the hidden size that MXFP4 expert matrices are padded to a multiple of.
     """
 
@@ -68,6 +69,7 @@ class MemoryPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     reserve_min_mib_large: int = 0
     uncertainty_gib: float = 1.0
     kv_default: Literal["auto", "checkpoint"] = "auto"
+    fp8_latent_on: tuple[str, ...] = ()
     source: str = ""
 
 

@@ -1,0 +1,107 @@
+"""The shipped calibration: fitted efficiencies, offsets of measuring campaigns, and conformal intervals."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+import msgspec
+
+from headrace.base.files import write_atomic
+from headrace.plan.deployment import Deployment, Inputs
+from headrace.spec.engine_facts import version_key
+
+METRICS = ("ttft", "tpot", "throughput")
+EFFECTS = (*METRICS, "wave")
+
+FILE = "calibration.json"
+
+
+class Effects(msgspec.Struct, frozen=True):
+    """Offsets of one group of measurements, in logarithms; `wave` scales how many other prompts a request waits for."""
+
+    ttft: float = 0.0
+    tpot: float = 0.0
+    throughput: float = 0.0
+    wave: float = 0.0
+
+
+class Calibration(msgspec.Struct, frozen=True):
+    """One fit: parameters of the roofline by name, and offsets by group."""
+
+    parameters: dict[str, float]
+    effects: dict[str, Effects]
+
+    def effect(self, groups: tuple[str, ...]) -> Effects:
+        """Sum of the offsets of these groups; zero for groups never measured."""
+        found = [self.effects[g] for g in groups if g in self.effects]
+        return Effects(**{name: sum(getattr(e, name) for e in found) for name in EFFECTS})
+
+
+class Band(msgspec.Struct, frozen=True):
+    """For one metric: the factor on the prediction that minimises the mean relative error, and the 90 % range of observed /
+    predicted, from `n` cross-validated points."""
+
+    shift: float
+    low: float
+    high: float
+    n: int
+
+
+class Tier(msgspec.Struct, frozen=True):
+    """Bands of all metrics."""
+
+    ttft: Band
+    tpot: Band
+    throughput: Band
+
+
+class Fold(msgspec.Struct, frozen=True):
+    """The model that saw nothing of one family, with intervals calibrated on the other families."""
+
+    calibration: Calibration
+    tier: Tier
+
+
+class CalibrationSet(msgspec.Struct, frozen=True):
+    """Everything a fit leaves behind.
+
+    `rows`: hashes of the inputs of every point used, with its family. Such a point is scored with the fold that left its
+    family out, so that no score is ever taken on a row that the model saw. `families`: family|engine pairs that were measured.
+    """
+
+    main: Calibration
+    seen: Tier
+    unseen: Tier
+    folds: dict[str, Fold]
+    rows: dict[str, str]
+    families: list[str]
+
+
+def group_names(family: str, d: Deployment) -> tuple[str, ...]:
+    """The groups a run belongs to, from narrow to wide: a campaign with its engine version, a campaign, a family on an engine."""
+    version = ".".join(str(part) for part in version_key(d.inputs.engine_version)[:2])
+    return (
+        f"{family}|{d.engine}|{d.gpu.id}|{version}",
+        f"{family}|{d.engine}|{d.gpu.id}",
+        f"{family}|{d.engine}",
+    )
+
+
+def key_of(inputs: Inputs) -> str:
+    """A stable hash of a question."""
+    return hashlib.sha256(msgspec.json.encode(inputs)).hexdigest()[:16]
+
+
+@cache
+def shipped() -> CalibrationSet:
+    """The calibration in the package."""
+    text = resources.files("headrace.plan").joinpath(FILE).read_bytes()
+    return msgspec.json.decode(text, type=CalibrationSet)
+
+
+def write(calibration: CalibrationSet, path: Path) -> None:
+    """Store a calibration."""
+    write_atomic(path, msgspec.json.format(msgspec.json.encode(calibration), indent=1) + b"\n")

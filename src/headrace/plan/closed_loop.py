@@ -1,0 +1,59 @@
+"""A closed loop in formulas: N requests always in flight, each replaced as soon as it ends.
+
+Per cycle of one request the engine runs `osl` decode steps and one prefill for each request in flight. A request waits
+for part of the other prefills before its first token and is held up by the rest between its tokens: the two shares add up
+to all of them, so time is conserved. Requests beyond what memory or the engine admits wait outside (Little's law).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.plan.costs.roofline import Efficiency, Number, Peaks, step_seconds
+from headrace.plan.costs.work import Work
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """Work and counts of one closed loop, per replica. `running`: admitted requests, `waiting`: those outside.
+
+    `prefill` is one step that prefills `prompts` prompts, taking `steps_per_prompt` such steps where a prompt is longer than
+    a step. `osl` counts the first token too. `tokens_per_step`: above 1 with speculation.
+    """
+
+    decode: Work
+    prefill: Work
+    prompts: Number
+    running: Number
+    waiting: Number
+    osl: Number
+    replicas_in_step: Number
+    tokens_per_step: Number = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds: `ttft_s`, `tpot_s`, one decode step, one prompt's prefill; `cycle_s` of a request inside the engine."""
+
+    ttft_s: Number
+    tpot_s: Number
+    decode_s: Number
+    prompt_s: Number
+    cycle_s: Number
+
+
+def closed_loop(loop: Loop, p: Peaks, e: Efficiency) -> Times:
+    """Mean times of the loop."""
+    decode = step_seconds(loop.decode, p, e)
+    prompt = step_seconds(loop.prefill, p, e) / loop.prompts
+    others = loop.running / loop.replicas_in_step - 1.0
+    others = others * (others > 0)
+    ahead = e.wave * (others + 1e-9) ** e.spread
+    ahead = ahead * (ahead < others) + others * (ahead >= others)
+    gaps = loop.osl - 1.0 + (loop.osl <= 1.0)
+    decoding = decode * gaps / loop.tokens_per_step
+    held = (others - ahead) * prompt * loop.osl / (loop.osl + 1.0)
+    tpot = (decoding + held) / gaps
+    first = e.prompt_s + prompt * (1.0 + ahead) + 0.5 * decode
+    cycle = first + tpot * gaps
+    return Times(first + cycle * loop.waiting / loop.running, tpot, decode, prompt, cycle)

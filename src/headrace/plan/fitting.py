@@ -1,0 +1,285 @@
+"""Fitting the roofline's efficiencies to measured points, and the intervals from what the fit gets wrong.
+
+A mixed-effects fit in logarithms: shared physical parameters (per engine and generation), plus small offsets of each
+campaign (model family, engine, card) and of each family on an engine, all drawn towards zero. Offsets absorb what is
+peculiar to one measuring campaign, so that it does not bend the physics; a family never measured gets none of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from headrace.plan.calibration import (
+    EFFECTS,
+    METRICS,
+    Band,
+    Calibration,
+    CalibrationSet,
+    Effects,
+    Fold,
+    Tier,
+    group_names,
+    key_of,
+)
+from headrace.plan.closed_loop import Loop, Times, closed_loop
+from headrace.plan.costs.roofline import BASE, ENGINE_TERMS, GENERATION_TERMS, Efficiency, Peaks, efficiency
+from headrace.plan.costs.work import Work
+from headrace.plan.deployment import resolve
+from headrace.plan.points import Point
+from headrace.plan.workload import Traffic, traffic
+
+SIGMA = {"ttft": 0.35, "tpot": 0.12, "throughput": 0.15}
+"""Spread of one measurement around the model, in logarithms; what weighs the metrics against each other."""
+
+PRIOR = {"base": 0.4, "engine": 0.15, "generation": 0.2, "path": 0.3, "wave": 0.5, "effect": 0.1, "effect_wave": 0.5}
+EFFECT_SCALE = {"ttft": 1.5, "tpot": 1.0, "throughput": 1.0}
+
+LIMIT = 5.0
+"""Parameters stay within this many prior standard deviations."""
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Measured points as arrays, one entry per point."""
+
+    points: tuple[Point, ...]
+    traffics: tuple[Traffic, ...]
+    decode: Work
+    prefill: Work
+    peaks: Peaks
+    counts: dict[str, Array]
+    ranks: Array
+    keys: tuple[tuple[str, str, str], ...]
+    key_of: Array
+    groups: tuple[str, ...]
+    group_of: tuple[Array, ...]
+    observed: dict[str, Array]
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+
+def _stack(objects: Sequence[Any], kind: Any) -> Any:
+    return kind(**{f.name: np.array([float(getattr(o, f.name)) for o in objects]) for f in fields(kind)})
+
+
+def table(points: Sequence[Point]) -> Table:
+    """All performance points that can be predicted."""
+    chosen = [p for p in points if p.kind == "perf" and not p.unknown_model and not p.unknown_gpu]
+    deployments = [resolve(p.inputs) for p in chosen]
+    traffics = [traffic(d) for d in deployments]
+    keys = [(d.engine, d.gpu.generation, d.weights) for d in deployments]
+    names = sorted(set(keys))
+    named = [group_names(p.family, d) for p, d in zip(chosen, deployments, strict=True)]
+    groups = sorted({g for names_of in named for g in names_of})
+    counts = ("prompts", "running", "waiting", "osl", "replicas_in_step", "tokens_per_step")
+
+    def column(values: Sequence[float | None]) -> Array:
+        return np.array([math.nan if v is None else float(v) for v in values])
+
+    ttft = column([p.answers.ttft_ms for p in chosen]) / 1e3
+    tpot = column([p.answers.tpot_ms for p in chosen]) / 1e3
+    return Table(
+        points=tuple(chosen),
+        traffics=tuple(traffics),
+        decode=_stack([t.loop.decode for t in traffics], Work),
+        prefill=_stack([t.loop.prefill for t in traffics], Work),
+        peaks=_stack([t.peaks for t in traffics], Peaks),
+        counts={name: column([getattr(t.loop, name) for t in traffics]) for name in counts},
+        ranks=column([float(d.layout.ranks) for d in deployments]),
+        keys=tuple(names),
+        key_of=np.array([names.index(k) for k in keys]),
+        groups=tuple(groups),
+        group_of=tuple(np.array([groups.index(of[level]) for of in named]) for level in range(len(named[0]))),
+        observed={
+            "ttft": ttft,
+            "tpot": tpot,
+            "throughput": column([p.answers.output_tps_per_gpu for p in chosen]),
+        },
+    )
+
+
+def _names(t: Table) -> list[str]:
+    engines = sorted({e for e, _, _ in t.keys})
+    generations = sorted({g for _, g, _ in t.keys} - {"hopper"})
+    return [
+        *BASE,
+        *(f"engine.{e}.{term}" for e in engines for term in ENGINE_TERMS),
+        *(f"generation.{g}.{term}" for g in generations for term in GENERATION_TERMS),
+        *(f"path.{e}.{path}.moe_s" for e in engines for path in ("16bit", "fp8", "block8", "4bit")),
+    ]
+
+
+def _spread(name: str) -> float:
+    if name.endswith(("wave", "prompt_s")):
+        return PRIOR["wave"]
+    return PRIOR[name.split(".")[0]] if "." in name else PRIOR["base"]
+
+
+def _efficiencies(t: Table, parameters: dict[str, float]) -> Efficiency:
+    per_key = _stack([efficiency(parameters, *key) for key in t.keys], Efficiency)
+    return Efficiency(**{f.name: getattr(per_key, f.name)[t.key_of] for f in fields(Efficiency)})
+
+
+def _times(t: Table, e: Efficiency) -> Times:
+    loop = Loop(decode=t.decode, prefill=t.prefill, **t.counts)
+    return closed_loop(loop, t.peaks, e)
+
+
+def _logs(t: Table, e: Efficiency) -> Array:
+    """Logarithms of the three metrics, [3, points]."""
+    times = _times(t, e)
+    rate = t.counts["running"] * t.counts["osl"] / times.cycle_s / t.ranks
+    logs: Array = np.log(np.stack([times.ttft_s, times.tpot_s, rate]))
+    return logs
+
+
+def _sum_groups(t: Table, effects: Array) -> Array:
+    """Offsets of each point, [4, points], from those of the groups, [4, groups]."""
+    total = np.zeros((len(EFFECTS), len(t)))
+    for members in t.group_of:
+        total += effects[:, members]
+    return total
+
+
+def fit(t: Table, mask: Mask, iterations: int = 40) -> Calibration:
+    """Parameters and effects from the points where `mask` is true."""
+    from scipy.optimize import least_squares
+
+    names = _names(t)
+    base, groups = len(names), len(t.groups)
+    spread = np.array([_spread(n) for n in names])
+    effect_spread = [PRIOR["effect"] * EFFECT_SCALE[m] for m in METRICS] + [PRIOR["effect_wave"]]
+    prior = np.concatenate([spread, np.repeat(effect_spread, groups)])
+    observed = np.log(np.stack([t.observed[m] for m in METRICS]))
+    seen = np.isfinite(observed) & mask
+    sigma = np.array([SIGMA[m] for m in METRICS])[:, None]
+
+    def model(z: Array) -> tuple[Array, Efficiency]:
+        x = np.clip(z, -LIMIT, LIMIT) * prior
+        effects = x[base:].reshape(len(EFFECTS), groups)
+        e = _efficiencies(t, dict(zip(names, x[:base], strict=True)))
+        total = _sum_groups(t, effects)
+        e = replace(e, wave=e.wave * np.exp(total[3]))
+        return _logs(t, e) + total[:3], e
+
+    def residuals(z: Array) -> Array:
+        logs, _ = model(z)
+        return np.concatenate([((logs - observed) / sigma)[seen], z])
+
+    def jacobian(z: Array) -> Array:
+        at, e = model(z)
+        step = 1e-3
+        data = np.zeros((int(seen.sum()), len(z)))
+        for j in range(base):
+            moved = z.copy()
+            moved[j] += step
+            data[:, j] = (((model(moved)[0] - at) / step) / sigma)[seen]
+        total = at - _logs(t, e)
+        by_wave = (_logs(t, replace(e, wave=e.wave * math.exp(step))) + total - at) / step
+        columns = np.broadcast_to(np.arange(at.shape[1]), at.shape)[seen]
+        rows = np.arange(len(columns))
+        for which in range(len(EFFECTS)):
+            slope = np.zeros_like(at)
+            if which < len(METRICS):
+                slope[which] = 1.0
+            else:
+                slope = by_wave
+            flat = (slope / sigma)[seen]
+            for members in t.group_of:
+                place = base + which * groups + members[columns]
+                data[rows, place] += flat * prior[place]
+        return np.concatenate([data, np.eye(len(z))])
+
+    start = np.zeros(len(prior))
+    found = least_squares(residuals, start, jac=jacobian, loss="soft_l1", max_nfev=iterations, tr_solver="lsmr").x
+    found = np.clip(found, -LIMIT, LIMIT) * prior
+    effects = found[base:].reshape(len(EFFECTS), groups)
+    return Calibration(
+        parameters={n: round(float(v), 4) for n, v in zip(names, found[:base], strict=True) if abs(v) > 1e-4},
+        effects={
+            g: Effects(**{m: round(float(effects[i, j]), 4) for i, m in enumerate(EFFECTS)})
+            for j, g in enumerate(t.groups)
+            if np.abs(effects[:, j]).max() > 1e-3
+        },
+    )
+
+
+def predict(t: Table, c: Calibration) -> dict[str, Array]:
+    """Predictions of all points (seconds, tokens per second and GPU)."""
+    e = _efficiencies(t, c.parameters)
+    none = Effects()
+    effects = np.array([[getattr(c.effects.get(g, none), which) for g in t.groups] for which in EFFECTS])
+    total = _sum_groups(t, effects)
+    logs = _logs(t, replace(e, wave=e.wave * np.exp(total[3]))) + total[:3]
+    return {m: np.exp(logs[i]) for i, m in enumerate(METRICS)}
+
+
+def tier(t: Table, predicted: dict[str, Array], keep: Mask) -> Tier:
+    """Shift and interval of each metric from cross-validated predictions of the points in `keep`.
+
+    The shift is the factor that minimises the mean relative error; the interval is split-conformal at 90 %: the
+    5 % and 95 % order statistics of observed / predicted, with the finite-sample correction.
+    """
+    bands: dict[str, Band] = {}
+    for m in METRICS:
+        seen = np.isfinite(t.observed[m]) & np.isfinite(predicted[m]) & keep
+        ratio = np.sort(t.observed[m][seen] / predicted[m][seen])
+        n = len(ratio)
+        if n < 10:
+            bands[m] = Band(1.0, 0.3, 3.0, n)
+            continue
+        # The minimiser of sum |s / ratio - 1| is a weighted median of the ratios with weights 1 / ratio.
+        weight = np.cumsum(1.0 / ratio)
+        shift = float(ratio[int(np.searchsorted(weight, weight[-1] / 2))])
+        lower = max(0, math.floor((n + 1) * 0.05) - 1)
+        upper = min(n - 1, math.ceil((n + 1) * 0.95) - 1)
+        bands[m] = Band(round(shift, 4), round(float(ratio[lower]), 4), round(float(ratio[upper]), 4), n)
+    return Tier(**bands)
+
+
+def _cross_validate(t: Table, folds: Array) -> tuple[dict[str, Array], dict[str, Calibration]]:
+    """Predictions of every fold by a model that did not see it, and those models."""
+    predicted = {m: np.full(len(t), math.nan) for m in METRICS}
+    models: dict[str, Calibration] = {}
+    for name in sorted({str(f) for f in folds}):
+        inside = folds == name
+        models[name] = fit(t, ~inside)
+        out = predict(t, models[name])
+        for m in METRICS:
+            predicted[m][inside] = out[m][inside]
+    return predicted, models
+
+
+def calibrate(points: Sequence[Point], cell_folds: int = 5) -> CalibrationSet:
+    """The full calibration: the model from all points, one per left-out family, and the intervals.
+
+    Tier `unseen` (a family without measurements on the engine) has its intervals from leaving out whole families; tier
+    `seen` from leaving out whole cells (a campaign at one tensor-parallel size).
+    """
+    t = table(points)
+    families = np.array([p.family for p in t.points])
+    everything = np.ones(len(t), dtype=bool)
+    main = fit(t, everything)
+    by_family, models = _cross_validate(t, families)
+    cells = [f"{t.groups[g]}|{tr.model.tp}" for g, tr in zip(t.group_of[0], t.traffics, strict=True)]
+    number = {cell: str(i % cell_folds) for i, cell in enumerate(sorted(set(cells)))}
+    by_cell, _ = _cross_validate(t, np.array([number[c] for c in cells]))
+    unseen = tier(t, by_family, everything)
+    folds = {family: Fold(model, tier(t, by_family, families != family)) for family, model in models.items()}
+    return CalibrationSet(
+        main=main,
+        seen=tier(t, by_cell, everything),
+        unseen=unseen,
+        folds=folds,
+        rows={key_of(p.inputs): p.family for p in t.points},
+        families=sorted({f"{p.family}|{k[0]}" for p, k in zip(t.points, (t.keys[i] for i in t.key_of), strict=True)}),
+    )

@@ -1,0 +1,162 @@
+"""Latency, throughput and dollars of one deployment under one load."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import msgspec
+
+from headrace.plan.calibration import Band, Calibration, CalibrationSet, Tier, group_names, key_of, shipped
+from headrace.plan.closed_loop import closed_loop
+from headrace.plan.costs.roofline import Efficiency, efficiency, operators
+from headrace.plan.deployment import Deployment, Inputs, describe, resolve
+from headrace.plan.economics import usd_per_million
+from headrace.plan.workload import Traffic, traffic
+from headrace.spec.hardware import Gpu
+from headrace.spec.prediction import Figure, Grade, Prediction
+
+
+class Performance(msgspec.Struct, frozen=True):
+    """Predicted means of a closed loop at the stated concurrency.
+
+    `running`/`waiting`: requests inside the engine and outside, per instance. `decode_ms`/`prefill_ms`: milliseconds of each
+    operator in one decode step and one prefill step, before offsets. `fits`: one request fits in memory; if not, the times
+    say what the arithmetic alone would give.
+    """
+
+    subject: str
+    ttft_ms: Figure
+    tpot_ms: Figure
+    output_tokens_per_s_per_gpu: Figure
+    output_tokens_per_s: Figure
+    usd_per_million_output_tokens: Figure | None
+    usd_per_million_input_tokens: Figure | None
+    running: int
+    waiting: int
+    fits: bool
+    decode_ms: dict[str, float]
+    prefill_ms: dict[str, float]
+    tokens_per_step: float
+    notes: tuple[str, ...]
+
+
+def perf(inputs: Inputs, calibration: CalibrationSet | None = None) -> Performance:
+    """Predict one run. A run that the calibration was fitted on is predicted as if its model family had never been measured."""
+    chosen = calibration or shipped()
+    family = chosen.rows.get(key_of(inputs))
+    d = resolve(inputs)
+    if family is not None and family in chosen.folds:
+        fold = chosen.folds[family]
+        return predict(d, fold.calibration, fold.tier, "fitted")
+    return perf_deployment(d, chosen)
+
+
+def perf_deployment(d: Deployment, calibration: CalibrationSet | None = None) -> Performance:
+    """`perf` for an already resolved deployment, with everything that was measured."""
+    chosen = calibration or shipped()
+    seen = f"{d.model.family}|{d.engine}" in chosen.families
+    measured = any(f"{d.model.family}|{d.engine}|{d.gpu.id}" == g for g in chosen.main.effects)
+    generations = {name.split(".")[1] for name in chosen.main.parameters if name.startswith("generation.")} | {"hopper"}
+    grade: Grade = "fitted" if d.gpu.generation in generations else "guess"
+    if d.engine not in {name.split("|")[1] for name in chosen.families}:
+        grade = "guess"
+    return predict(d, chosen.main, chosen.seen if seen and measured else chosen.unseen, grade)
+
+
+def engine_efficiency(d: Deployment, c: Calibration) -> tuple[Efficiency, tuple[str, ...]]:
+    """Efficiencies for this deployment, and what had to be assumed."""
+    engine, notes = d.engine, []
+    fitted = {name.split(".")[1] for name in c.parameters if name.startswith("engine.")}
+    if engine not in fitted:
+        notes.append(f"{engine} was never measured on GPUs; efficiencies are the mean of the measured engines")
+    return efficiency(c.parameters, engine, d.gpu.generation, d.weights), tuple(notes)
+
+
+def predict(d: Deployment, c: Calibration, tier: Tier, grade: Grade) -> Performance:
+    """Prediction with a given fit and given intervals."""
+    t: Traffic = traffic(d)
+    e, assumed = engine_efficiency(d, c)
+    effect = c.effect(group_names(d.model.family, d))
+    e = replace(e, wave=e.wave * math.exp(effect.wave))
+    times = closed_loop(t.loop, t.peaks, e)
+    per_gpu = t.running * t.loop.osl / times.cycle_s / d.layout.ranks
+    if grade == "guess":
+        tier = _widen(tier, 1.5)
+    ttft = _figure(times.ttft_s * 1e3 * math.exp(effect.ttft), tier.ttft, grade)
+    tpot = _figure(times.tpot_s * 1e3 * math.exp(effect.tpot), tier.tpot, grade)
+    rate = _figure(per_gpu * math.exp(effect.throughput), tier.throughput, grade)
+    total = Figure(rate.value * d.inputs.n_gpus, rate.low * d.inputs.n_gpus, rate.high * d.inputs.n_gpus, grade)
+    notes = [*d.notes, *t.notes, *assumed]
+    price = d.gpu.price(d.inputs.gpu_price_usd_h)
+    if (warning := d.gpu.price_warning()) is not None and d.inputs.gpu_price_usd_h is None:
+        notes.append(warning)
+    share = prefill_share(t, e)
+    return Performance(
+        subject=describe(d),
+        ttft_ms=ttft,
+        tpot_ms=tpot,
+        output_tokens_per_s_per_gpu=rate,
+        output_tokens_per_s=total,
+        usd_per_million_output_tokens=None if price is None else usd_per_million(price, rate),
+        usd_per_million_input_tokens=None if price is None else _input_price(d, price, rate, share),
+        running=t.running,
+        waiting=t.waiting,
+        fits=t.fits,
+        decode_ms={name: float(s) * 1e3 for name, s in operators(t.loop.decode, t.peaks, e).items()},
+        prefill_ms={name: float(s) * 1e3 for name, s in operators(t.loop.prefill, t.peaks, e).items()},
+        tokens_per_step=float(t.loop.tokens_per_step),
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def prefill_share(t: Traffic, e: Efficiency) -> float:
+    """Share of the engine's time that goes into prompts."""
+    times = closed_loop(t.loop, t.peaks, e)
+    prompts = t.running / t.loop.replicas_in_step * times.prompt_s
+    return float(prompts / (prompts + times.decode_s * t.loop.osl / t.loop.tokens_per_step))
+
+
+def _input_price(d: Deployment, price: Figure, rate: Figure, share: float) -> Figure | None:
+    """$/M prompt tokens: the cost of the time that prompts take, over the prompt tokens of the same requests."""
+    if d.inputs.isl is None or d.inputs.osl is None or share <= 0:
+        return None
+    factor = d.inputs.isl / d.inputs.osl / share
+    per_input = Figure(rate.value * factor, rate.low * factor, rate.high * factor, rate.grade)
+    return usd_per_million(price, per_input)
+
+
+def _figure(value: float, band: Band, grade: Grade) -> Figure:
+    return Figure(float(value * band.shift), float(value * band.low), float(value * band.high), grade)
+
+
+def _widen(tier: Tier, factor: float) -> Tier:
+    def band(b: Band) -> Band:
+        return Band(b.shift, b.low / factor, b.high * factor, b.n)
+
+    return Tier(band(tier.ttft), band(tier.tpot), band(tier.throughput))
+
+
+def prediction(inputs: Inputs) -> Prediction:
+    """The shared prediction type, for the benchmark to compare with what it measures."""
+    from headrace.plan.fit import fit
+
+    p, memory = perf(inputs), fit(inputs)
+    return Prediction(
+        subject=p.subject,
+        ttft_ms=p.ttft_ms,
+        tpot_ms=p.tpot_ms,
+        output_tokens_per_s=p.output_tokens_per_s,
+        output_tokens_per_s_per_gpu=p.output_tokens_per_s_per_gpu,
+        usd_per_million_output_tokens=p.usd_per_million_output_tokens,
+        weights_bytes=memory.figures["weights_bytes"],
+        kv_pool_bytes=memory.figures["kv_pool_bytes"],
+        max_users=memory.figures["max_users"],
+        notes=p.notes,
+    )
+
+
+def ridge_flops_per_byte(gpu: Gpu, compute: str) -> float:
+    """Arithmetic intensity at which a card turns from memory-bound to compute-bound."""
+    peak = gpu.peak_flops(compute) or gpu.peak_flops("bf16") or gpu.peak_flops("fp16") or 0.0
+    return peak / gpu.bandwidth

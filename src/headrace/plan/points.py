@@ -1,0 +1,211 @@
+"""Measured points: a table of runs whose columns are split, at the door, into what is given and what was measured.
+
+`Point.inputs` is built from the input columns alone; answers are kept apart in `Point.answers` and reach only the scoring.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from headrace.base.errors import InvalidInput
+from headrace.plan.deployment import Inputs
+from headrace.spec import hardware, models
+from headrace.spec.model import LatentAttention, MoE
+
+INPUT_COLUMNS = (
+    "id",
+    "kind",
+    "quality",
+    "model",
+    "gpu",
+    "n_gpus",
+    "tp",
+    "pp",
+    "dp",
+    "ep",
+    "engine",
+    "engine_version",
+    "weight_dtype",
+    "kv_dtype",
+    "gpu_mem_util",
+    "max_model_len",
+    "max_num_batched_tokens",
+    "isl",
+    "osl",
+    "concurrency",
+    "extra_input",
+)
+ANSWER_COLUMNS = (
+    "fits",
+    "weights_gib_per_gpu",
+    "activation_peak_gib",
+    "non_torch_gib",
+    "cuda_graph_gib",
+    "kv_avail_gib_per_gpu",
+    "kv_tokens_reported",
+    "gpu_blocks",
+    "max_concurrency_x",
+    "metric",
+    "value",
+    "ttft_ms",
+    "tpot_ms",
+)
+
+UNSTATED_CONTEXT = 2048
+"""A run whose longest context is not stated counts as fitting when a request of this many tokens does."""
+
+
+class Answers(msgspec.Struct, frozen=True):
+    """What was measured. Never passed to a prediction."""
+
+    fits: bool | None = None
+    weights_gib: float | None = None
+    kv_gib: float | None = None
+    kv_tokens: float | None = None
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    output_tps_per_gpu: float | None = None
+
+
+class Point(msgspec.Struct, frozen=True):
+    """One measured run. `unknown_model`/`unknown_gpu` say why it cannot be predicted (empty: it can)."""
+
+    id: str
+    kind: str
+    family: str
+    inputs: Inputs
+    context: int
+    answers: Answers
+    unknown_model: str = ""
+    unknown_gpu: str = ""
+
+
+def read_points(path: Path) -> list[Point]:
+    """All points of a file; `InvalidInput` names a missing column or a cell that cannot be read."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise InvalidInput(f"cannot read {path}: {error.strerror}", field="points") from error
+    rows = csv.DictReader(text.splitlines())
+    missing = [name for name in INPUT_COLUMNS if name not in (rows.fieldnames or ())]
+    if missing:
+        raise InvalidInput(f"{path.name} has no column {missing[0]!r}", field=missing[0])
+    points = []
+    for row in rows:
+        given = {name: (row[name] or "").strip() for name in INPUT_COLUMNS}
+        measured = {name: (row.get(name) or "").strip() for name in ANSWER_COLUMNS}
+        points.append(_point(given, measured))
+    return points
+
+
+def _point(given: Mapping[str, str], measured: Mapping[str, str]) -> Point:
+    extra = _extra(given["extra_input"])
+    inputs = inputs_of(given)
+    known = models.known(given["model"])
+    try:
+        hardware.find(given["gpu"])
+        unknown_gpu = ""
+    except InvalidInput:
+        unknown_gpu = given["gpu"]
+    return Point(
+        id=given["id"],
+        kind=given["kind"],
+        family=known.family if known else "unknown",
+        inputs=inputs,
+        context=inputs.max_model_len or UNSTATED_CONTEXT,
+        answers=_answers(measured, int(extra.get("block_tokens", "16"))),
+        unknown_model="" if known else given["model"],
+        unknown_gpu=unknown_gpu,
+    )
+
+
+def inputs_of(given: Mapping[str, str]) -> Inputs:
+    """The question a row asks, from its input columns only."""
+    extra = _extra(given["extra_input"])
+    n_gpus = _integer(given, "n_gpus") or 1
+    tp, dp, ep = _integer(given, "tp"), _integer(given, "dp") or 1, _integer(given, "ep") or 1
+    if tp is None and n_gpus > 1 and dp == 1 and _spreads(given["model"]):
+        # Experts over all GPUs and attention replicated is how such models are deployed when no TP is named.
+        tp, dp, ep = 1, n_gpus, n_gpus
+    fraction = re.search(r"\d*\.\d+|\d+", given["gpu_mem_util"])
+    version = given["engine_version"]
+    if not version and (stated := re.search(r"\d+\.\d+\.\d+", given["engine"])):
+        version = stated[0]
+    concurrency = given["concurrency"]
+    return Inputs(
+        model=given["model"],
+        gpu=given["gpu"],
+        n_gpus=n_gpus,
+        tp=tp if tp is not None else max(1, n_gpus // dp),
+        pp=_integer(given, "pp") or 1,
+        dp=dp,
+        ep=ep,
+        engine=given["engine"],
+        engine_version=version,
+        weights=given["weight_dtype"] or "auto",
+        kv=given["kv_dtype"] or "auto",
+        memory_fraction=float(fraction[0]) if fraction else None,
+        max_model_len=_integer(given, "max_model_len"),
+        max_batched_tokens=_integer(given, "max_num_batched_tokens"),
+        max_num_seqs=int(extra["max_num_seqs"]) if "max_num_seqs" in extra else None,
+        block_tokens=int(extra["block_tokens"]) if "block_tokens" in extra else None,
+        isl=_integer(given, "isl"),
+        osl=_integer(given, "osl"),
+        concurrency=int(concurrency) if concurrency.isdigit() else None,
+        concurrency_scope="unstated",
+        draft_tokens=int(extra.get("mtp_draft_tokens", "0")),
+        eager="enforce_eager" in extra,
+        chunked_prefill=extra.get("chunked_prefill") != "off",
+    )
+
+
+def _spreads(model: str) -> bool:
+    from headrace.plan.deployment import find_model
+
+    if models.known(model) is None:
+        return False
+    layers = find_model(model).spec.layers
+    return any(isinstance(x.mlp, MoE) for x in layers) and any(isinstance(x.mixer, LatentAttention) for x in layers)
+
+
+def _extra(cell: str) -> dict[str, str]:
+    pairs = (part.partition("=") for part in cell.split(";") if part.strip())
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _integer(given: Mapping[str, str], name: str) -> int | None:
+    cell = given[name]
+    if not cell:
+        return None
+    try:
+        return int(float(cell))
+    except ValueError:
+        raise InvalidInput(f"row {given['id']}: {name} must be a number, got {cell!r}", field=name) from None
+
+
+def _answers(measured: Mapping[str, str], block_tokens: int) -> Answers:
+    def number(name: str) -> float | None:
+        try:
+            return float(measured[name]) if measured[name] else None
+        except ValueError:
+            return None
+
+    tokens = number("kv_tokens_reported")
+    if tokens is None and (blocks := number("gpu_blocks")) is not None:
+        tokens = blocks * block_tokens
+    kv_gib = number("kv_avail_gib_per_gpu")
+    throughput = number("value") if measured["metric"] == "output_tput_per_gpu" else None
+    return Answers(
+        fits={"yes": True, "no": False}.get(measured["fits"]),
+        weights_gib=number("weights_gib_per_gpu"),
+        kv_gib=kv_gib if kv_gib else None,
+        kv_tokens=tokens,
+        ttft_ms=number("ttft_ms"),
+        tpot_ms=number("tpot_ms"),
+        output_tps_per_gpu=throughput,
+    )

@@ -1,0 +1,104 @@
+"""From a deployment and its traffic to a closed loop: what runs, what waits, and the work of its steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.base.errors import InvalidInput
+from headrace.plan.closed_loop import Loop
+from headrace.plan.costs.roofline import Peaks, peaks
+from headrace.plan.costs.work import RankModel, Work, compute_precision, prompt_chunks, rank_model, step_work
+from headrace.plan.deployment import Deployment
+from headrace.plan.fit import make_pool, rank_memory
+from headrace.spec.hardware import Gpu
+
+RESERVED_OUTPUT = {"tensorrt-llm": 0.85}
+"""Share of a request's output that the engine reserves on admission; elsewhere half of it is held on average."""
+
+COMPUTE = ("bf16", "fp16", "fp8", "fp4", "int8")
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """A loop with what it was derived from."""
+
+    loop: Loop
+    peaks: Peaks
+    model: RankModel
+    running: int
+    waiting: int
+    fits: bool
+    notes: tuple[str, ...]
+
+
+def units(gpu: Gpu) -> tuple[str, ...]:
+    """Compute precisions that the card has."""
+    return tuple(name for name in COMPUTE if gpu.peak_flops(name))
+
+
+def expected_tokens(acceptance: float, drafts: int) -> float:
+    """Tokens per step of speculation with `drafts` proposals, each accepted with this chance: (1 - a^(g+1)) / (1 - a)."""
+    return (1.0 - acceptance ** (drafts + 1)) / (1.0 - acceptance) if drafts else 1.0
+
+
+def traffic(d: Deployment) -> Traffic:
+    """The closed loop of a deployment. `isl` and `osl` must be given; without a concurrency it is as many as fit."""
+    isl, osl = d.inputs.isl, d.inputs.osl
+    if isl is None or osl is None:
+        raise InvalidInput("isl and osl are needed to predict times", field="isl")
+    memory = rank_memory(d)
+    pool = make_pool(d, memory.pool, memory.caches)
+    held = isl + round(RESERVED_OUTPUT.get(d.engine, 0.5) * osl)
+    admitted = min(pool.users(held), d.max_num_seqs) * d.layout.dp if memory.pool > 0 else 0
+    notes: list[str] = []
+    fits = admitted >= 1
+    if not fits:
+        notes.append("does not fit as described; times assume that it did")
+        admitted = d.inputs.concurrency or 1
+    wanted = admitted if d.inputs.concurrency is None else max(1, round(d.inputs.concurrency / d.replicas))
+    if d.inputs.concurrency_scope == "unstated" and wanted > 2 * admitted:
+        spread = -(-wanted // admitted)
+        notes.append(f"{wanted} requests are taken to be spread over {spread} instances, as one holds {admitted}")
+        wanted = -(-wanted // spread)
+    running = max(1, min(wanted, admitted))
+    waiting = wanted - running
+    if waiting:
+        notes.append(f"{waiting} of {wanted} requests wait for memory or a slot")
+    m = rank_model(d)
+    per_replica = max(1, round(running / d.layout.dp))
+    drafts = d.inputs.draft_tokens
+    decode = step_work(m, decode=[(per_replica * (1 + drafts), isl + osl // 2)])
+    cached = min(int(isl * d.inputs.prefix_hit_rate), isl - 1)
+    steps = prompt_chunks(isl, d.max_batched_tokens, 1 if isl > d.max_batched_tokens else per_replica, cached)
+    prompts = len(steps[0]) if isl - cached <= d.max_batched_tokens else 1
+    chunks = steps[0] if prompts >= 1 and isl - cached <= d.max_batched_tokens else None
+    if chunks is not None:
+        prefill = step_work(m, prefill=chunks)
+    else:
+        prefill = add([step_work(m, prefill=step) for step in steps])
+    loop = Loop(
+        decode=scale_layers(decode, d),
+        prefill=scale_layers(prefill, d),
+        prompts=float(prompts),
+        running=float(running),
+        waiting=float(waiting),
+        osl=float(osl),
+        replicas_in_step=float(d.layout.dp),
+        tokens_per_step=expected_tokens(d.inputs.acceptance, drafts),
+    )
+    compute = compute_precision(d.weights, units(d.gpu))
+    return Traffic(loop, peaks(d.gpu, compute), m, running, waiting, fits, tuple(notes))
+
+
+def add(parts: list[Work]) -> Work:
+    """The work of several steps together."""
+    from dataclasses import fields
+
+    return Work(**{f.name: sum(getattr(w, f.name) for w in parts) for f in fields(Work)})
+
+
+def scale_layers(w: Work, d: Deployment) -> Work:
+    """A token passes all pipeline stages, each with its share of the layers, before the next can be made."""
+    if d.layout.pp == 1:
+        return w
+    return add([w] * d.layout.pp)
