@@ -56,7 +56,7 @@ T get(const nb::dict& d, const char* key, T fallback) {
 
 const float* floats(PyModel& m, const nb::dict& d, const char* key, int64_t n) {
   if (!d.contains(key) || d[key].is_none()) return nullptr;
-  auto a = nb::cast<Floats>(d[key]);
+  auto a = nb::cast<Floats>(d[key], false);  // a converted copy would not outlive this call
   require((int64_t)a.shape(0) == n, std::string(key) + ": wrong length");
   m.kept.push_back(nb::borrow(d[key]));
   return a.data();
@@ -279,7 +279,7 @@ NB_MODULE(_native, mod) {
         require(data.shape(0) == m.bytes(), "Matrix: wrong number of bytes");
         m.data = data.data();
         new (self) PyMatrix{m, data};
-      }, nb::arg("data"), nb::arg("codes"), nb::arg("scales"), nb::arg("zero"), nb::arg("n"), nb::arg("k"))
+      }, nb::arg("data").noconvert(), nb::arg("codes"), nb::arg("scales"), nb::arg("zero"), nb::arg("n"), nb::arg("k"))
       .def_prop_ro("n", [](const PyMatrix& m) { return m.m.n; })
       .def_prop_ro("k", [](const PyMatrix& m) { return m.m.k; })
       .def_prop_ro("nbytes", [](const PyMatrix& m) { return m.m.bytes(); })
@@ -287,7 +287,7 @@ NB_MODULE(_native, mod) {
         require((int64_t)out.shape(0) == m.m.n && (int64_t)out.shape(1) == m.m.k, "out: wrong shape");
         for (int64_t i = 0; i < m.m.n; i++)
           for (int64_t j = 0; j < m.m.k; j++) out.data()[i * m.m.k + j] = weight_at(m.m, i, j);
-      }, "Write the exact values, [n][k].");
+      }, nb::arg("out").noconvert(), "Write the exact values, [n][k].");
 
   mod.def("packed_bytes", [](int codes, int scales, int64_t n, int64_t k) { return shape(format_of(codes, scales, 0), n, k).bytes(); });
   mod.def("natural_format", [](int source) {
@@ -309,7 +309,12 @@ NB_MODULE(_native, mod) {
     require(out.shape(0) == m.bytes(), "pack: target has the wrong number of bytes");
     nb::gil_scoped_release release;
     pack(s, src.data(), m, out.data(), pool);
-  }, nb::arg("src"), nb::arg("source"), nb::arg("out"), nb::arg("codes"), nb::arg("scales"), nb::arg("zero"), nb::arg("n"), nb::arg("k"), nb::arg("pool"));
+  }, nb::arg("src").noconvert(), nb::arg("source"), nb::arg("out").noconvert(), nb::arg("codes"), nb::arg("scales"), nb::arg("zero"), nb::arg("n"), nb::arg("k"), nb::arg("pool"));
+
+  mod.def("checksum", [](ConstBytes data, Pool& pool) {
+    nb::gil_scoped_release release;
+    return checksum(data.data(), data.shape(0), pool);
+  }, nb::arg("data").noconvert(), nb::arg("pool"), "A 64-bit digest that tells damaged bytes from whole ones.");
 
   mod.def("gemm", [](const PyMatrix& m, Rows x, OutRows out, const std::string& name, bool exact) {
     const Kernels* k = select_kernels(name.c_str());
@@ -329,12 +334,12 @@ NB_MODULE(_native, mod) {
       k->quantize(x.data() + r * m.m.k, m.m.k, q.codes + at * kGroup, q.scales + at, q.sums + at, q.half_sums + at, q.weighted + at);
     }
     for (int64_t t = 0; t < m.m.tiles; t++) k->gemm_q(m.m, t, q, 0, rows, out.data() + t * kTile, out.shape(1));
-  }, nb::arg("matrix"), nb::arg("x"), nb::arg("out"), nb::arg("kernels") = "auto", nb::arg("exact") = false,
+  }, nb::arg("matrix"), nb::arg("x").noconvert(), nb::arg("out").noconvert(), nb::arg("kernels") = "auto", nb::arg("exact") = false,
      "One product, for tests: out[rows][tiles * 16].");
 
-  mod.def("sample", &sample_rows, nb::arg("logits"), nb::arg("greedy"), nb::arg("untouched"), nb::arg("temperature"), nb::arg("top_k"), nb::arg("top_p"), nb::arg("min_p"), nb::arg("uniform"), nb::arg("ids"), nb::arg("state"), nb::arg("pool"),
+  mod.def("sample", &sample_rows, nb::arg("logits").noconvert(), nb::arg("greedy").noconvert(), nb::arg("untouched").noconvert(), nb::arg("temperature").noconvert(), nb::arg("top_k").noconvert(), nb::arg("top_p").noconvert(), nb::arg("min_p").noconvert(), nb::arg("uniform").noconvert(), nb::arg("ids").noconvert(), nb::arg("state").noconvert(), nb::arg("pool"),
           "Choose one token per row. state: 0 chosen, 1 logits not finite, 2 nothing allowed (every logit is -inf).");
-  mod.def("logprobs", &logprob_rows, nb::arg("logits"), nb::arg("ids"), nb::arg("wanted"), nb::arg("own"), nb::arg("rank"), nb::arg("top_ids"), nb::arg("top_values"), nb::arg("pool"),
+  mod.def("logprobs", &logprob_rows, nb::arg("logits").noconvert(), nb::arg("ids").noconvert(), nb::arg("wanted").noconvert(), nb::arg("own").noconvert(), nb::arg("rank").noconvert(), nb::arg("top_ids").noconvert(), nb::arg("top_values").noconvert(), nb::arg("pool"),
           "Log-probability and rank of ids, and the best alternatives of each row.");
 
   nb::class_<PyModel>(mod, "Model")
@@ -367,12 +372,12 @@ NB_MODULE(_native, mod) {
         m.model.final_norm = norm.data();
         for (nb::object o : {embedding, head, nb::cast(norm)}) m.kept.push_back(o);
       })
-      .def("set_kv", &set_kv, nb::arg("pool"), nb::arg("type"), nb::arg("slots"), nb::arg("blocks"), nb::arg("block_tokens"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("value_dim"), nb::arg("groups"))
+      .def("set_kv", &set_kv, nb::arg("pool").noconvert(), nb::arg("type"), nb::arg("slots"), nb::arg("blocks"), nb::arg("block_tokens"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("value_dim"), nb::arg("groups"))
       .def("copy_block", [](PyModel& m, int64_t source, int64_t target) {
         require(source >= 0 && target >= 0 && source < m.model.kv_blocks && target < m.model.kv_blocks, "copy_block: out of range");
         m.model.copy_block(source, target);
       })
-      .def("step", &step, nb::arg("tokens"), nb::arg("row_start"), nb::arg("context"), nb::arg("tables"), nb::arg("cos"), nb::arg("sin"), nb::arg("outputs"), nb::arg("broken"),
+      .def("step", &step, nb::arg("tokens").noconvert(), nb::arg("row_start").noconvert(), nb::arg("context").noconvert(), nb::arg("tables").noconvert(), nb::arg("cos"), nb::arg("sin"), nb::arg("outputs").noconvert(), nb::arg("broken").noconvert(),
            "Run all layers. broken[sequences] is set to 1 where keys or values are not finite or do not fit the cache's type.")
       .def("logits", [](PyModel& m, int64_t first, OutRows out) {
         const int64_t count = out.shape(0);
@@ -381,6 +386,6 @@ NB_MODULE(_native, mod) {
         if (count == 0) return;
         nb::gil_scoped_release release;
         m.model.logits(first, count, out.data());
-      }, nb::arg("first"), nb::arg("out"), "Logits of the last step's output rows first, first + 1, ...")
+      }, nb::arg("first"), nb::arg("out").noconvert(), "Logits of the last step's output rows first, first + 1, ...")
       .def_prop_ro("buffer_bytes", [](const PyModel& m) { return m.model.buffer_bytes(); });
 }

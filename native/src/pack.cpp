@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 namespace headrace {
 namespace {
@@ -246,6 +247,38 @@ void pack(Source source, const uint8_t* src, const Matrix& m, uint8_t* out, Pool
   pool.run((m.tiles + per - 1) / per, [&](int64_t item, int) {
     for (int64_t t = item * per; t < std::min(m.tiles, (item + 1) * per); t++) pack_tile(source, src, row_bytes, m, t, out);
   });
+}
+
+uint64_t checksum(const uint8_t* data, int64_t n, Pool& pool) {
+  constexpr int64_t kPiece = 1 << 18;
+  constexpr uint64_t kA = 0x9E3779B97F4A7C15u, kB = 0xC2B2AE3D27D4EB4Fu;
+  const int64_t pieces = (n + kPiece - 1) / kPiece;
+  std::vector<uint64_t> found(pieces);
+  const auto mix = [](uint64_t h) {
+    h = (h ^ (h >> 31)) * kB;
+    return h ^ (h >> 29);
+  };
+  pool.run(pieces, [&](int64_t piece, int) {
+    const uint8_t* p = data + piece * kPiece;
+    const int64_t count = std::min(kPiece, n - piece * kPiece);
+    uint64_t lane[8];
+    for (int j = 0; j < 8; j++) lane[j] = kA * (j + 1);
+    int64_t i = 0;
+    for (; i + 64 <= count; i += 64)
+      for (int j = 0; j < 8; j++) {
+        uint64_t w;
+        std::memcpy(&w, p + i + 8 * j, 8);
+        lane[j] = (lane[j] ^ w) * kA;
+        lane[j] ^= lane[j] >> 32;
+      }
+    for (; i < count; i++) lane[i & 7] = mix(lane[i & 7] ^ p[i]) + kA;
+    uint64_t h = (uint64_t)count;
+    for (int j = 0; j < 8; j++) h = mix(h ^ lane[j]) + kA;
+    found[piece] = h;
+  });
+  uint64_t h = (uint64_t)n;
+  for (const uint64_t f : found) h = mix(h ^ f) + kA;
+  return h;
 }
 
 }  // namespace headrace

@@ -16,4 +16,7 @@ Format natural_format(Source s);  // the packed format that holds this source ex
 // float source, any float format, s8 plain (amax / 127) or u4 min ((max - min) / 15) per group of 32.
 void pack(Source source, const uint8_t* src, const Matrix& shape, uint8_t* out, Pool& pool);
 
+// A 64-bit digest of bytes, the same for any number of threads; guards against damage, not against malice.
+uint64_t checksum(const uint8_t* data, int64_t n, Pool& pool);
+
 }  // namespace headrace

@@ -42,27 +42,25 @@ class Arena:
         self._matrices: list[tuple[Place, Stored]] = []
         self._vectors: list[tuple[_VectorPlace, Floats]] = []
         self._memory = np.empty(0, np.uint8)
+        self._layout = hashlib.sha256()
 
-    def reserve(self, stored: Stored, form: Packing) -> Place:
+    def reserve(self, name: str, stored: Stored, form: Packing) -> Place:
         place = Place(self.nbytes, form, stored.rows, stored.columns)
+        self._layout.update(f"{name} {place} {stored.kind};".encode())
         self.nbytes += aligned(place.nbytes)
         self._matrices.append((place, stored))
         return place
 
-    def reserve_vector(self, values: Floats) -> _VectorPlace:
+    def reserve_vector(self, name: str, values: Floats) -> _VectorPlace:
         place = _VectorPlace(self.nbytes, len(values))
+        self._layout.update(f"{name} {place};".encode())
         self.nbytes += aligned(4 * place.count)
         self._vectors.append((place, values))
         return place
 
     def layout_digest(self) -> bytes:
-        """Identifies what lies where, not the values."""
-        found = hashlib.sha256()
-        for place, stored in self._matrices:
-            found.update(f"{place.offset} {place.form.name} {place.outputs} {place.inputs} {stored.kind};".encode())
-        for vector, _ in self._vectors:
-            found.update(f"{vector.offset} {vector.count};".encode())
-        return found.digest()
+        """Identifies which tensor lies where in which form, not the values."""
+        return self._layout.digest()
 
     def fill(self, pool: headrace_native.Pool) -> np.ndarray:
         """Pack everything; the buffer is returned, still writable."""

@@ -81,26 +81,29 @@ class Plan:
 
     # ------------------------------------------------------------------------------------------- reserving
 
-    def _reserve(self, stored: Stored, role: Role = "matrix") -> Place:
-        place = self.arena.reserve(stored, packing(stored.kind, self._weights, role))
+    def _reserve(self, name: str, stored: Stored, role: Role = "matrix") -> Place:
+        place = self.arena.reserve(name, stored, packing(stored.kind, self._weights, role))
         self.packed_as[place.form.name] = self.packed_as.get(place.form.name, 0) + place.nbytes
         return place
 
     def _matrix(self, name: str, shape: tuple[int, int], role: Role = "matrix") -> Place:
-        return self._reserve(self._checkpoint.stored(f"{name}.weight", shape), role)
+        return self._reserve(name, self._checkpoint.stored(f"{name}.weight", shape), role)
 
     def _vector(self, name: str, count: int, ending: str = "weight") -> Any:
-        return self.arena.reserve_vector(self._checkpoint.take(f"{name}.{ending}", (count,)))
+        return self.arena.reserve_vector(name, self._checkpoint.take(f"{name}.{ending}", (count,)))
 
     def _biases(self, parts: list[tuple[str, int]]) -> Any:
         found = [self._checkpoint.take(f"{name}.bias", (count,)) for name, count in parts]
-        return self.arena.reserve_vector(np.concatenate(found))
+        return self.arena.reserve_vector(parts[0][0], np.concatenate(found))
 
     def _split(self, name: str, counts: tuple[int, ...], columns: int) -> list[Place]:
         """Matrices stored one below the other in a fused tensor."""
         whole = self._checkpoint.stored(f"{name}.weight", (sum(counts), columns))
         starts = np.cumsum((0, *counts)).tolist()
-        return [self._reserve(whole.part(start, count)) for start, count in zip(starts, counts, strict=False)]
+        return [
+            self._reserve(f"{name}[{start}]", whole.part(start, count))
+            for start, count in zip(starts, counts, strict=False)
+        ]
 
     def _layer(self, i: int, layer: Layer) -> dict[str, Any]:
         n, hidden = self._names, self.spec.hidden_size
@@ -180,7 +183,9 @@ class Plan:
             else:
                 name = f"{_at(pattern, i)}.weight"
                 whole = self._checkpoint.stored(name, (moe.num_experts, outputs, inputs))
-                made[key] = [self._reserve(whole.part(e * outputs, outputs)) for e in range(moe.num_experts)]
+                made[key] = [
+                    self._reserve(f"{name}[{e}]", whole.part(e * outputs, outputs)) for e in range(moe.num_experts)
+                ]
         return made
 
 

@@ -16,6 +16,7 @@ from headrace.engine.memory import available_bytes, physical_cores
 from headrace.engine.models import MODELS
 from headrace.engine.native.compute import KV_TYPES, NativeCompute
 from headrace.engine.native.layers import Plan
+from headrace.engine.native.packed_cache import cached_weights
 from headrace.engine.native.rotations import Rotations
 from headrace.engine.step_thread import ThreadExecutor
 from headrace.engine.steps import Steps
@@ -90,7 +91,8 @@ def load(files: ModelFiles, config: EngineConfig) -> NativeModel:
     dummy = config.load_format == "dummy"
     names = architecture.gguf if files.kind == "gguf" and not dummy else architecture.hf
     plan = Plan(spec, names, Checkpoint(_source(files, config)), _dummy_weights(options.weights, spec, dummy))
-    plan.arena.adopt(plan.arena.fill(pool))
+    cached = None if dummy or not config.cache else cached_weights(files, plan.arena, pool)
+    plan.arena.adopt(plan.arena.fill(pool) if cached is None else cached)
     return NativeModel(files, plan, options, pool, available, dummy)
 
 
