@@ -333,50 +333,32 @@ def pair_chart(values: Sequence[tuple[int, str, float]], title: str, unit: str) 
     return _chart("pairs", title, chart)
 
 
-def bar_chart(
-    name: str,
-    caption: str,
-    rows: Sequence[dict[str, Any]],
-    y_title: str,
-    *,
-    group: str = "",
-    reference: float | None = None,
-) -> Chart:
-    """Bars with intervals: rows of label, value, low, high, and `group` where bars stand side by side."""
+def bar_chart(name: str, caption: str, rows: Sequence[dict[str, Any]], y_title: str, labels: Sequence[str]) -> Chart:
+    """Bars with intervals: rows of label, value, low, high. `labels`: all of a page, so that colours stay."""
     order = list(dict.fromkeys(row["label"] for row in rows))
     base = alt.Chart(_rows(rows)).encode(
-        x=alt.X("label:N", sort=order, title=None, axis=alt.Axis(labelAngle=-35, labelLimit=160))
+        x=alt.X("label:N", sort=order, title=None, axis=alt.Axis(labelAngle=-35, labelLimit=180))
     )
-    if group:
-        base = base.encode(xOffset=alt.XOffset(f"{group}:N", sort=None))
-        colour: Any = alt.Color(f"{group}:N", sort=None, scale=alt.Scale(scheme="tableau10"))
-    else:
-        colour = alt.value(COLOURS["blue"])
     bars = base.mark_bar(opacity=0.85).encode(
         y=alt.Y("value:Q", title=y_title),
-        color=colour,
-        tooltip=[
-            "label:N",
-            alt.Tooltip("value:Q", format=".4g"),
-            alt.Tooltip("low:Q", format=".4g"),
-            alt.Tooltip("high:Q", format=".4g"),
-        ],
+        color=alt.Color("label:N", scale=alt.Scale(domain=list(labels), scheme="tableau10"), legend=None),
+        tooltip=["label:N", *(alt.Tooltip(f"{end}:Q", format=".4g") for end in ("value", "low", "high"))],
     )
     spread = base.mark_rule(color="black").encode(y="low:Q", y2="high:Q")
-    layers = [bars, spread]
-    if reference is not None:
-        layers.append(
-            alt.Chart(_rows([{"at": reference}])).mark_rule(strokeDash=[5, 4], color=COLOURS["grey"]).encode(y="at:Q")
-        )
-    return _chart(name, caption, alt.layer(*layers).properties(width=WIDTH, height=HEIGHT))
+    return _chart(name, caption, alt.layer(bars, spread).properties(width=WIDTH, height=HEIGHT))
 
 
-def line_chart(name: str, caption: str, rows: Sequence[dict[str, Any]], x_title: str, y_title: str) -> Chart:
-    """Lines with intervals: rows of x, value, low, high and label."""
+def line_chart(
+    name: str, caption: str, rows: Sequence[dict[str, Any]], x_title: str, y_title: str, labels: Sequence[str]
+) -> Chart:
+    """Lines with intervals: rows of x, value, low, high and label. `labels`: all of a page, so that colours stay."""
+    ticks = sorted({row["x"] for row in rows})
     base = alt.Chart(_rows(rows)).encode(
-        x=alt.X("x:Q", title=x_title, scale=alt.Scale(zero=False, nice=True)),
+        x=alt.X("x:Q", title=x_title, scale=alt.Scale(zero=False, nice=True), axis=alt.Axis(values=ticks)),
         color=alt.Color(
-            "label:N", sort=None, scale=alt.Scale(scheme="tableau10"), legend=alt.Legend(columns=3, labelLimit=180)
+            "label:N",
+            scale=alt.Scale(domain=list(labels), scheme="tableau10"),
+            legend=alt.Legend(columns=3, labelLimit=200),
         ),
     )
     line = base.mark_line(point=True).encode(

@@ -152,3 +152,24 @@ def print_comparison(found: dict[str, Any]) -> None:
     )
     for warning in found["warnings"]:
         console.print(warning, style="yellow", highlight=False)
+
+
+def print_ladder(found: dict[str, Any]) -> None:
+    """Throughput, speed-up and latency of each step in each cell."""
+    console = Console()
+    table = Table("step", "users", "context", "tok/s", "against naive", "TTFT ms", "ITL ms", box=None, pad_edge=False)
+    for step in found["steps"]:
+        if step["status"] != "measured":
+            table.add_row(step["label"], "", "", step["status"], step["reason"][:60], "", "")
+        for cell in step["cells"]:
+            speed = cell.get("speedup")
+            table.add_row(
+                step["label"],
+                str(cell["users"]),
+                str(cell["context"]),
+                f"{cell['output_tokens_per_s']['value']:.4g}",
+                f"{speed['value']:.2f} ({speed['low']:.2f} – {speed['high']:.2f})" if speed else "",
+                f"{cell['ttft_mean_s']['value'] * 1e3:.4g}",
+                f"{cell['itl_mean_s']['value'] * 1e3:.4g}" if "itl_mean_s" in cell else "",
+            )
+    console.print(table)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -13,6 +13,8 @@ import typer
 from headrace.base.errors import InvalidInput
 from headrace.bench.load_options import LoadOptions
 from headrace.cli._bench_options import load_options
+from headrace.cli._options import engine_options
+from headrace.spec.config import EngineConfig
 
 Url = Annotated[str, typer.Option("--url", help="Base URL of an OpenAI-compatible endpoint.", show_default=False)]
 TargetText = Annotated[
@@ -34,10 +36,17 @@ WithReport = Annotated[bool, typer.Option("--report/--no-report", help="Write re
 def register(app: typer.Typer) -> None:
     """Add the verb to the application."""
     bench = typer.Typer(help="Load tests with intervals against any OpenAI-compatible endpoint.", no_args_is_help=True)
-    for command in (run, resume, ab, compare, report_, import_, golden, workloads, targets):
+    for command in (run, resume, ab, compare, ladder, offline, report_, import_, golden, workloads, targets):
         name = command.__name__.strip("_").replace("_", "-")
-        bench.command(name)(load_options(command) if "load" in command.__annotations__ else command)
+        bench.command(name)(_with_options(command))
     app.add_typer(bench, name="bench")
+
+
+def _with_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command with the options that its parameters `load` and `config` stand for."""
+    if "load" in command.__annotations__:
+        return load_options(command)
+    return engine_options(command) if "config" in command.__annotations__ else command
 
 
 def run(
@@ -56,8 +65,9 @@ def run(
 ) -> None:
     """Send traffic and measure it. A list of rates or concurrencies makes a sweep."""
     from headrace.bench import series
+    from headrace.bench.endpoint import parse_url
     from headrace.bench.slo import Slo
-    from headrace.bench.targets import parse_target
+    from headrace.bench.targets import TargetSpec, parse_target
     from headrace.bench.targets._process import open_target
 
     if bool(url) == bool(target):
@@ -73,7 +83,7 @@ def run(
         raise InvalidInput("is needed by --find-max", field="--slo", remedy="--slo ttft_p99<500ms,itl_p99<50ms")
     if find_max and load.concurrency:
         raise InvalidInput("has no meaning with --find-max", field="--concurrency")
-    spec = parse_target(url or target)
+    spec = TargetSpec("url", {}, parse_url(url)) if url else parse_target(target)
     settings = load.settings(model=model if url else "") if not values else load.point(swept, values[0])
     prediction = _prediction(plan) if plan else None
     _new_folder(out)
@@ -204,6 +214,112 @@ def compare(
     _say_comparison(found, as_json)
 
 
+def ladder(
+    model: Annotated[str, typer.Argument(help="Model to serve: known name, folder, .gguf file or hub id.")],
+    out: Out,
+    users: Annotated[str, typer.Option(help="Concurrent users, a list.")] = "1,4,8",
+    contexts: Annotated[str, typer.Option(help="Prompt tokens, a list.")] = "256,1024",
+    own: Annotated[int, typer.Option(help="Tokens of a prompt that no other has; the rest is shared.")] = 32,
+    output: Annotated[int, typer.Option(help="Output tokens.")] = 32,
+    requests: Annotated[int, typer.Option(help="Requests in each cell.")] = 16,
+    repeats: Annotated[int, typer.Option(help="Times that everything is measured.")] = 3,
+    weights: Annotated[str, typer.Option(help="Weight precisions, a list: the second axis.")] = "auto",
+    engine: Annotated[
+        list[str],
+        typer.Option("--engine", help="NAME=VALUE, a setting of every step (threads, context, …); may be repeated."),
+    ] = [],  # noqa: B006
+    step: Annotated[list[str], typer.Option("--step", help="Only this step; may be repeated.")] = [],  # noqa: B006
+    seed: Annotated[int, typer.Option(help="Seed of the words.")] = 0,
+    as_json: AsJson = False,
+    report: WithReport = True,
+) -> None:
+    """Measure naive loop, engine and each technique, alone and stacked, against users and context."""
+    import msgspec
+
+    from headrace.bench.ladder import LadderSettings, climb
+    from headrace.bench.terminal import print_ladder
+
+    settings = LadderSettings(
+        model=model,
+        users=_whole_numbers(users, "--users"),
+        contexts=_whole_numbers(contexts, "--contexts"),
+        own=own,
+        output=output,
+        requests=requests,
+        repeats=repeats,
+        weights=tuple(part.strip() for part in weights.split(",") if part.strip()),
+        common=dict(_pair(text) for text in engine),
+        seed=seed,
+        only=tuple(step),
+    )
+    settings.check()
+    _new_folder(out)
+
+    async def go() -> dict[str, Any]:
+        with _progress(None, as_json) as watch:
+            return await climb(settings, out, watch)
+
+    found = _finish(go())
+    _write_report(out, report)
+    if as_json:
+        print(msgspec.json.encode(found).decode())
+    else:
+        print_ladder(found)
+
+
+def offline(
+    config: EngineConfig,
+    requests: Annotated[int, typer.Option(help="Requests, all submitted at once.", min=1)] = 256,
+    isl: Annotated[str, typer.Option(help="Prompt tokens, N or LOW:HIGH.")] = "128:1024",
+    osl: Annotated[str, typer.Option(help="Output tokens, N or LOW:HIGH.")] = "128:512",
+    request_seed: Annotated[int, typer.Option("--seed", help="Seed of the requests.")] = 0,
+    prefix: Annotated[
+        int, typer.Option(help="Tokens that all prompts share (isl and osl are then single numbers).")
+    ] = 0,
+    out: Annotated[Path | None, typer.Option("--out", help="New folder for records and summary.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Throughput of an engine in this process, token ids in and out."""
+    import msgspec
+
+    from headrace.bench import offline as bench
+    from headrace.bench.terminal import print_summary
+    from headrace.bench.traffic import IntRange
+
+    lengths, outputs = IntRange.parse(isl, "--isl"), IntRange.parse(osl, "--osl")
+    if prefix and (lengths.low != lengths.high or outputs.low != outputs.high):
+        raise InvalidInput("takes single numbers with --prefix", field="--isl")
+    if out is not None:
+        _new_folder(out)
+
+    async def go() -> dict[str, Any]:
+        from headrace.engine.inprocess import InProcessEngine
+        from headrace.engine.launch import launch
+
+        client = InProcessEngine(launch(config), overlap=config.overlap)
+        try:
+            end_id = min(bench.END_ID, client.info.vocab_size)
+            if prefix:
+                asked = bench.prefix_requests(requests, request_seed, prefix, lengths.low, outputs.low, end_id)
+            else:
+                asked = bench.mixed_requests(requests, request_seed, lengths, outputs, end_id)
+            bench.check_fits(asked, client.info.max_model_len)
+            with _progress(None, as_json) as watch:
+                warm = bench.mixed_requests(2, request_seed + 1, IntRange(8, 8), IntRange(2, 2), end_id)
+                await bench.run_offline(client, warm)
+                records = await bench.run_offline(client, asked, on_done=watch.record)
+            load = {"isl": isl, "osl": osl, "prefix": str(prefix), "seed": str(request_seed), "end_id": str(end_id)}
+            return bench.offline_summary(client, records, load, out)
+        finally:
+            await client.close()
+
+    summary = _finish(go())
+    if as_json:
+        print(msgspec.json.encode(summary).decode())
+    else:
+        print_summary(summary, out or Path())
+
+
 def report_(
     folder: Annotated[Path, typer.Argument(help="Folder of a run, its repeats, a sweep, a comparison or a ladder.")],
     png: Annotated[bool, typer.Option("--png", help="Also write each chart as a PNG file.")] = False,
@@ -292,6 +408,20 @@ def targets() -> None:
     for name, target in TARGETS:
         settings = sorted({key.partition(".")[0] for key in target.facts.flags} | {"bin", "args"})
         typer.echo(f"{name:14} {' '.join(target.facts.command)}{chr(10)}{' ' * 15}settings: {', '.join(settings)}")
+
+
+def _whole_numbers(text: str, field: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise InvalidInput(f"expected whole numbers, got {text!r}", field=field) from None
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise InvalidInput(f"expected NAME=VALUE, got {text!r}", field="--engine")
+    return name.strip().replace("-", "_"), value.strip()
 
 
 def _run(work: Coroutine[Any, Any, Any]) -> Any:

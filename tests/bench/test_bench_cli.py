@@ -1,0 +1,177 @@
+"""The command: JSON on stdout, exit codes 0, 2 and 3, the option named; one whole way through real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from headrace.bench.planned import beside, read_prediction
+from headrace.bench.targets import free_port
+from headrace.spec.prediction import Figure, Prediction
+
+
+def bench(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "headrace.cli.main", "bench", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, timeout=120, env={**os.environ, **(env or {})})
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    port = free_port()
+    line = [
+        sys.executable,
+        "-m",
+        "headrace.cli.main",
+        "bench",
+        "golden",
+        "--port",
+        str(port),
+        "--ttft-ms",
+        "5",
+        "--itl-ms",
+        "1",
+    ]
+    server = subprocess.Popen([*line, "--tokens-per-chunk", "1"], stderr=subprocess.PIPE, text=True)
+    assert server.stderr is not None
+    assert "golden server" in server.stderr.readline()
+    yield f"http://127.0.0.1:{port}"
+    server.send_signal(signal.SIGINT)
+    assert server.wait(10) == 0
+
+
+def test_the_whole_way(url: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    plan = tmp_path / "plan.json"
+    figure = {"value": 8.0, "low": 4.0, "high": 16.0, "grade": "fitted"}
+    plan.write_text(json.dumps({"subject": "golden on nothing", "ttft_ms": figure, "tpot_ms": figure, "more": 1}))
+    done = bench(
+        "run", "--url", url, "--model", "golden", "--workload", "azure-conv", "--requests", "6", "--concurrency", "3",
+        "--seed", "0", "--out", str(out), "--json", "--scale", "0.02", "--max-client-delay", "2000", "--plan", str(plan),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary == json.loads((out / "summary.json").read_text())
+    for key in ("ttft_s", "itl_s", "tpot_s", "e2e_s"):
+        assert {"mean", "p50", "p90", "p99"} <= summary[key].keys()
+    assert {"value", "low", "high"} <= summary["output_tokens_per_s"].keys()
+    assert summary["requests"]["ok"] == 6
+    assert summary["headroom"]["ok"]
+    assert [row["name"] for row in summary["plan"]["figures"]] == ["ttft_ms", "tpot_ms"]
+    page = (out / "report.html").read_text()
+    assert "vegaEmbed" in page
+    assert "golden on nothing" in page
+    assert 'src="http' not in page
+    assert 'href="http' not in page
+
+    again = bench("compare", str(out), str(out), "--json", "--margin", "5%")
+    found = json.loads(again.stdout)
+    assert (found["ratio"], found["interleaved"], found["same_work"]) == (1.0, False, True)
+    assert found["verdict"] in ("PASS", "INCONCLUSIVE")
+    assert bench("compare", str(out), str(out), "--out", str(tmp_path / "c")).returncode == 0
+    assert (tmp_path / "c" / "report.html").exists()
+    written = bench("report", str(out), "--png").stdout.split()
+    assert len(written) > 3
+    assert all(Path(path).read_bytes()[:4] == b"\x89PNG" for path in written[1:])
+
+    full = bench("run", "--url", url, "--out", str(out))
+    assert full.returncode == 2
+    assert "--out" in full.stderr
+
+
+def test_an_invalid_run_is_code_3_and_says_why(tmp_path: Path) -> None:
+    done = bench("run", "--url", "http://127.0.0.1:9", "--out", str(tmp_path / "x"), "--json")
+    assert done.returncode == 3
+    assert "not valid" in done.stderr
+    assert done.stdout == ""
+    missing = bench("run", "--target", "vllm:bin=/nowhere/vllm", "--model", "m", "--out", str(tmp_path / "y"))
+    assert missing.returncode == 3
+    assert "not installed here" in missing.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (["run"], "--out"),
+        (["run", "--out", "OUT"], "--url"),
+        (["run", "--out", "OUT", "--url", "ftp://x"], "--url"),
+        (["run", "--out", "OUT", "--url", "http://h", "--workload", "nope"], "--workload"),
+        (["run", "--out", "OUT", "--url", "http://h", "--set", "colour=red"], "--set colour"),
+        (["run", "--out", "OUT", "--url", "http://h", "--isl", "x"], "--set isl"),
+        (["run", "--out", "OUT", "--url", "http://h", "--rate", "1", "--concurrency", "2"], "--concurrency"),
+        (["run", "--out", "OUT", "--url", "http://h", "--requests", "0"], "--requests"),
+        (["run", "--out", "OUT", "--url", "http://h", "--too-long", "cut"], "--too-long"),
+        (["run", "--out", "OUT", "--url", "http://h", "--endpoint", "embeddings"], "--endpoint"),
+        (["run", "--out", "OUT", "--url", "http://h", "--slo", "fast"], "--slo"),
+        (["run", "--out", "OUT", "--url", "http://h", "--find-max"], "--slo"),
+        (["run", "--out", "OUT", "--url", "http://h", "--header", "x"], "--header"),
+        (["run", "--out", "OUT", "--url", "http://h", "--plan", "/nowhere"], "--plan"),
+        (["run", "--out", "OUT", "--url", "http://h", "--rate", "1,2", "--repeats", "2"], "--repeats"),
+        (["ab", "--out", "OUT", "--a", "http://h", "--b", "http://i", "--pairs", "3"], "--pairs"),
+        (["ab", "--out", "OUT", "--a", "http://h", "--b", "http://i", "--margin", "lots"], "--margin"),
+        (["compare", "/nowhere", "/nowhere"], "DIR"),
+        (["ladder", "m", "--out", "OUT", "--users", "x"], "--users"),
+        (["golden", "--port", "70000"], "--port"),
+        (["golden", "--itl-ms", "-1"], "--itl-ms"),
+        (["golden", "--usage", "x"], "--usage"),
+        (["offline", "m", "--isl", "9:3"], "--isl"),
+        (["resume", "/nowhere"], "DIR"),
+        (["import", "/nowhere", "--out", "OUT"], "FILE"),
+    ],
+)
+def test_bad_input_is_code_2_and_names_the_option(arguments: list[str], option: str, tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from headrace.base.errors import InvalidInput
+    from headrace.cli.main import build
+
+    given = [str(tmp_path / "o") if a == "OUT" else a for a in arguments]
+    result = CliRunner().invoke(build("bench"), ["bench", *given])
+    if isinstance(result.exception, InvalidInput):  # what `main` turns into code 2 and this text
+        assert option in str(result.exception)
+    else:
+        assert result.exit_code == 2
+        assert option in result.output
+
+
+def test_code_2_in_a_real_process(tmp_path: Path) -> None:
+    done = bench("run", "--url", "http://h", "--workload", "nope", "--out", str(tmp_path / "o"))
+    assert done.returncode == 2
+    assert "--workload" in done.stderr
+    assert "azure-conv" in done.stderr
+
+
+def test_lists() -> None:
+    assert "agentic-branching" in bench("workloads").stdout
+    assert "trtllm-serve" in bench("targets").stdout
+
+
+def test_bench_loads_no_torch() -> None:
+    code = (
+        "import sys, headrace.bench.run, headrace.bench.series, headrace.bench.report, headrace.bench.ladder, "
+        "headrace.bench.offline, headrace.bench.importers, headrace.cli.bench, headrace.bench.targets._process\n"
+        "from headrace.bench.workloads import WORKLOADS\nfrom headrace.bench.metrics import METRICS\n"
+        "list(WORKLOADS), list(METRICS)\nprint('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_a_plan_beside_what_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    prediction = Prediction(
+        "x", ttft_ms=Figure(50, 40, 60, "fitted"), output_tokens_per_s=Figure(100, 90, 105, "guess")
+    )
+    path.write_bytes(msgspec.json.encode(prediction))
+    found = beside({"ttft_s": {"mean": 0.055}, "output_tokens_per_s": {"value": 120.0}}, read_prediction(path))
+    first, second = found["figures"]
+    assert (first["measured"], first["within"]) == (pytest.approx(55.0), True)
+    assert first["ratio"] == pytest.approx(1.1)
+    assert (second["ratio"], second["within"], second["grade"]) == (pytest.approx(1.2), False, "guess")

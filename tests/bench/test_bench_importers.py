@@ -1,0 +1,111 @@
+"""Results of other tools: the samples were written by guidellm 0.8.1 and aiperf 0.13 against the golden server."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from headrace.base.errors import InvalidInput
+from headrace.bench.compare import compare_folders
+from headrace.bench.importers import IMPORTERS, import_results
+from headrace.bench.records import Outcome, read_records
+from headrace.bench.report import content
+
+DATA = Path(__file__).parent / "data"
+
+
+def test_guidellm(tmp_path: Path) -> None:
+    summary = import_results(DATA / "guidellm.json", tmp_path)
+    requests = json.loads((DATA / "guidellm.json").read_text())["benchmarks"][0]["requests"]["successful"]
+    records = read_records(tmp_path / "records.jsonl")
+    assert summary["requests"]["ok"] == len(records) == len(requests) == 4
+    for record, theirs in zip(records, requests, strict=True):
+        assert (record.event_s[0] - record.sent_s) * 1e3 == pytest.approx(theirs["time_to_first_token_ms"], abs=0.01)
+        gap_s = (record.event_s[-1] - record.event_s[0]) / (len(record.event_s) - 1)
+        assert gap_s * 1e3 == pytest.approx(theirs["inter_token_latency_ms"], abs=0.01)
+        assert record.output_tokens == theirs["output_tokens"] == 32
+        assert record.intended_s <= record.sent_s
+    assert summary["ttft_s"]["mean"] >= summary["ttft_raw_s"]["mean"]
+
+
+def test_aiperf(tmp_path: Path) -> None:
+    source = tmp_path / "artifacts"
+    source.mkdir()
+    shutil.copy(DATA / "aiperf.jsonl", source / "profile_export.jsonl")
+    summary = import_results(source, tmp_path / "out")
+    lines = [json.loads(line) for line in (DATA / "aiperf.jsonl").read_text().splitlines()]
+    records = read_records(tmp_path / "out" / "records.jsonl")
+    assert len(records) == len(lines)
+    for record, line in zip(records, lines, strict=True):
+        metrics = line["metrics"]
+        assert (record.event_s[0] - record.sent_s) * 1e3 == pytest.approx(
+            metrics["time_to_first_token"]["value"], abs=0.01
+        )
+        assert len(record.event_s) == len(metrics["inter_chunk_latency"]["value"]) + 1
+        assert record.output_tokens == metrics["usage_completion_tokens"]["value"]
+    assert summary["valid"]
+    assert import_results(DATA / "aiperf.jsonl", tmp_path / "again")["requests"]["ok"] == 4
+
+
+def vllm(detailed: bool) -> dict[str, object]:
+    found: dict[str, object] = {
+        "model_id": "m", "duration": 2.0, "completed": 2, "failed": 1, "request_throughput": 1.0, "output_throughput": 3.5,
+        "mean_ttft_ms": 60.0, "median_ttft_ms": 55.0, "p99_ttft_ms": 90.0, "mean_itl_ms": 10.0, "median_itl_ms": 10.0,
+        "p99_itl_ms": 12.0, "mean_tpot_ms": 10.0, "median_tpot_ms": 10.0, "p99_tpot_ms": 11.0,
+    }  # fmt: skip
+    if detailed:
+        found |= {
+            "start_times": [5.0, 5.5, 6.0], "ttfts": [0.05, 0.07, 0.0], "itls": [[0.01, 0.01], [0.02, 0.02, 0.02], []],
+            "input_lens": [10, 20, 30], "output_lens": [3, 4, 0], "errors": ["", "", "boom"],
+        }  # fmt: skip
+    return found
+
+
+def test_vllm_with_single_requests(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(vllm(True)))
+    summary = import_results(path, tmp_path / "out")
+    records = read_records(tmp_path / "out" / "records.jsonl")
+    assert [r.outcome for r in records] == [Outcome.OK, Outcome.OK, Outcome.STREAM_ERROR]
+    assert summary["ttft_s"]["mean"] == pytest.approx(0.06)
+    assert summary["itl_s"]["count"] == 5
+    assert summary["itl_s"]["mean"] == pytest.approx(0.016)
+
+
+def test_vllm_without_them_keeps_its_own_figures_and_says_so(tmp_path: Path) -> None:
+    for name, throughput in (("a", 3.5), ("b", 7.0)):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(vllm(False) | {"output_throughput": throughput}))
+        summary = import_results(path, tmp_path / name)
+        assert summary["ttft_s"] == {"mean": 0.06, "p50": 0.055, "p99": 0.09}
+        assert any("without intervals" in note for note in summary["notes"])
+        assert content(tmp_path / name)[2]
+    found = compare_folders(tmp_path / "a", tmp_path / "b", margin=None)
+    assert found["ratio"] == pytest.approx(2.0)
+    assert found["verdict"] == "BETTER"
+    assert any("assumed" in f["basis"] for f in found["figures"])
+    assert not found["same_work"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "cannot read"),
+        ("{}", "no known format"),
+        ('{"benchmarks": [], "metadata": {}}', "0 benchmarks"),
+        ('{"benchmarks": [{"requests": {}}], "metadata": {}}', "cannot be read"),
+        ('{"output_throughput": 1, "completed": 1}', "cannot be read"),
+    ],
+)
+def test_bad_files(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(InvalidInput, match=says):
+        import_results(path, tmp_path / "out")
+
+
+def test_every_importer_says_what_it_reads() -> None:
+    assert {name for name, importer in IMPORTERS if importer.what} == {"guidellm", "aiperf", "vllm"}
