@@ -18,8 +18,9 @@ from headrace.engine.sampler.draws import uniforms
 from headrace.engine.sampler.rows import NOT_FINITE, NOTHING_ALLOWED, Rows, Sampled
 from headrace.engine.sampler.state import SamplingState
 
-_CANDIDATES = 1024
-"""Largest logits looked at first for top-p; a row whose mass is not among them is sorted whole."""
+_CANDIDATES = (64, 1024)
+"""How many of the largest weights are looked at for top-p, one width after the other; a row whose mass is not among the
+last is sorted whole."""
 _BLOCK = 256
 """Vocabulary entries per partial sum when a draw is located."""
 
@@ -184,11 +185,15 @@ def _filter(
     if ranked.any():
         k = torch.from_numpy(np.where(top_k > 0, np.minimum(top_k, vocab), vocab))[:, None]
         p = torch.from_numpy(top_p)[:, None]
-        width = min(vocab, max(_CANDIDATES, int(top_k[top_k > 0].max(initial=0))))
-        needed, complete = _least_kept(part, k, p, width)
-        if not complete.all():
-            rest = torch.from_numpy(np.flatnonzero(~complete.numpy()))
-            needed[rest], _ = _least_kept(part[rest], k[rest], p[rest], vocab)
+        needed = torch.zeros_like(floor)
+        rest = torch.arange(len(filtered))
+        most = int(top_k[top_k > 0].max(initial=0))
+        for width in (*(min(vocab, max(w, most)) for w in _CANDIDATES), vocab):
+            looked_at = part if len(rest) == len(part) else part[rest]
+            needed[rest], complete = _least_kept(looked_at, k[rest], p[rest], width)
+            rest = rest[~complete]
+            if not len(rest):
+                break
         floor = torch.maximum(floor, needed)
     part = part.masked_fill_(part < floor, 0.0)
     if not every:
