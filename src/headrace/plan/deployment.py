@@ -114,6 +114,8 @@ def resolve(inputs: Inputs) -> Deployment:
     model = find_model(inputs.model)
     gpu = hardware.find(inputs.gpu)
     engine = engine_facts.find(inputs.engine).id
+    if engine == "tensorrt-llm" and gpu.link == "xgmi":
+        raise InvalidInput(f"TensorRT-LLM does not run on {gpu.name}", field="engine", remedy="use vllm or sglang")
     policy = engine_facts.memory_policy(engine, inputs.engine_version)
     layout, replicas, notes = _layout(inputs)
     weights, parts = _weights(inputs.weights, model, engine)

@@ -1,0 +1,357 @@
+"""Search: which GPU, how many, cut how, at which precision and batch, for given service levels - cheapest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from headrace.base.errors import HeadraceError, InvalidInput
+from headrace.base.units import GIB
+from headrace.plan.calibration import CalibrationSet, shipped
+from headrace.plan.deployment import Deployment, Inputs, find_model, resolve
+from headrace.plan.economics import Fleet, QueryCost, fleet, query_cost
+from headrace.plan.fit import Fit, fit_deployment
+from headrace.plan.perf import Performance, perf_deployment
+from headrace.spec import hardware
+from headrace.spec.model import Attention, LatentAttention
+from headrace.spec.prediction import Figure
+from headrace.spec.workload import Preset, Slo
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+Pin = Literal["latency", "batch", "context"]
+
+
+class Need(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked for. `min_users`: requests that one instance must serve at once; `rate_rps` sizes a fleet."""
+
+    model: str
+    isl: int
+    osl: int
+    slo: Slo
+    engine: str = "vllm"
+    gpus: tuple[str, ...] = ()
+    counts: tuple[int, ...] = (1, 2, 4, 8)
+    weights: tuple[str, ...] = ("auto",)
+    kv: tuple[str, ...] = ("auto",)
+    min_users: int = 1
+    prefix_hit_rate: float = 0.0
+    turns: int = 1
+    rate_rps: float | None = None
+    prices: dict[str, float] = {}
+
+    @staticmethod
+    def from_preset(model: str, preset: Preset, **changes: Any) -> Need:
+        """The need of a preset; keyword arguments override its fields."""
+        fields: dict[str, Any] = {
+            "model": model,
+            "isl": preset.isl,
+            "osl": preset.osl,
+            "slo": preset.slo,
+            "turns": preset.turns,
+            "prefix_hit_rate": preset.prefix_hit_rate,
+        }
+        return Need(**(fields | changes))
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A deployment that meets every service level, at its best batch."""
+
+    gpu: str
+    gpus: int
+    tp: int
+    ep: int
+    engine: str
+    weights: str
+    kv: str
+    concurrency: int
+    max_users: int
+    ttft_ms: Figure
+    tpot_ms: Figure
+    output_tokens_per_s_per_gpu: Figure
+    usd_per_million_output_tokens: Figure | None
+    usd_per_million_input_tokens: Figure | None
+    cost: QueryCost | None
+    fleet: Fleet | None
+    notes: tuple[str, ...]
+
+
+class Rejected(msgspec.Struct, frozen=True):
+    """A deployment that does not, why, and the smallest change that would make it pass."""
+
+    gpu: str
+    gpus: int
+    tp: int
+    ep: int
+    weights: str
+    kv: str
+    reason: str
+    change: str
+
+
+class Ranking(msgspec.Struct, frozen=True):
+    """Candidates by $/M output tokens; those without a known price follow, by throughput."""
+
+    need: Need
+    candidates: tuple[Candidate, ...]
+    rejected: tuple[Rejected, ...]
+    notes: tuple[str, ...]
+
+
+class _Asked(msgspec.Struct, frozen=True):
+    inputs: Inputs
+    ep: int
+
+
+def rank(need: Need, calibration: CalibrationSet | None = None) -> Ranking:
+    """Sweep the space and rank what meets the need."""
+    chosen = calibration or shipped()
+    find_model(need.model)  # a wrong name is the caller's error, not a rejected candidate
+    if need.min_users < 1:
+        raise InvalidInput(f"min_users must be at least 1, got {need.min_users}", field="users")
+    for gpu in need.gpus:
+        hardware.find(gpu)
+    candidates: list[Candidate] = []
+    rejected: list[Rejected] = []
+    notes: list[str] = []
+    for asked in _space(need):
+        try:
+            outcome = _judge(need, asked, chosen)
+        except HeadraceError as error:
+            outcome = _reject(asked, error.message, error.remedy or "choose another layout")
+        if isinstance(outcome, Candidate):
+            candidates.append(outcome)
+        else:
+            rejected.append(outcome)
+    candidates.sort(key=_order)
+    unpriced = sorted({c.gpu for c in candidates if c.usd_per_million_output_tokens is None})
+    if unpriced:
+        notes.append(f"no price is known for {', '.join(unpriced)}: ranked last, by throughput; give one with --price")
+    stale = {w for c in candidates for w in c.notes if w.startswith("price of")}
+    notes.extend(sorted(stale))
+    return Ranking(need, tuple(candidates), tuple(rejected), tuple(notes))
+
+
+def _order(c: Candidate) -> tuple[bool, float]:
+    usd = c.usd_per_million_output_tokens
+    return (usd is None, -c.output_tokens_per_s_per_gpu.value if usd is None else usd.value)
+
+
+def _space(need: Need) -> Iterator[_Asked]:
+    gpus = [hardware.find(name) for name in need.gpus] or [g for g in hardware.catalog().values() if g.link != "none"]
+    moe = any(type(layer.mlp).__name__ == "MoE" for layer in find_model(need.model).spec.layers)
+    for gpu in gpus:
+        for count in need.counts:
+            if count > gpu.max_linked_gpus:
+                continue
+            for weights in need.weights:
+                for kv in need.kv:
+                    for ep in (1, count) if moe and count > 1 else (1,):
+                        yield _Asked(
+                            Inputs(
+                                model=need.model,
+                                gpu=gpu.id,
+                                n_gpus=count,
+                                tp=count,
+                                ep=ep,
+                                engine=need.engine,
+                                weights=weights,
+                                kv=kv,
+                                isl=need.isl,
+                                osl=need.osl,
+                                max_model_len=need.isl + need.osl,
+                                prefix_hit_rate=need.prefix_hit_rate,
+                                gpu_price_usd_h=need.prices.get(gpu.id),
+                            ),
+                            ep,
+                        )
+
+
+def _judge(need: Need, asked: _Asked, calibration: CalibrationSet) -> Candidate | Rejected:
+    d = resolve(asked.inputs)
+    memory = fit_deployment(d, need.isl + need.osl)
+    if not memory.fits:
+        return _reject(asked, memory.reason, _memory_change(d, memory, 1))
+    if memory.max_users < need.min_users:
+        return _reject(
+            asked,
+            f"{memory.max_users} users of {need.isl + need.osl} tokens fit, {need.min_users} are asked",
+            _memory_change(d, memory, need.min_users),
+        )
+    best: tuple[float, int, Performance] | None = None
+    closest: Performance | None = None
+    for batch in (b for b in BATCHES if need.min_users <= b <= memory.max_users or b == 1):
+        if batch < need.min_users:
+            continue
+        p = perf_deployment(resolve(msgspec.structs.replace(asked.inputs, concurrency=batch)), calibration)
+        closest = closest or p
+        if not need.slo.met(p.ttft_ms.value, p.tpot_ms.value):
+            continue
+        if best is None or p.output_tokens_per_s_per_gpu.value > best[0]:
+            best = (p.output_tokens_per_s_per_gpu.value, batch, p)
+    if best is None:
+        if closest is None:
+            return _reject(asked, f"no batch of {need.min_users} or more fits", "ask for fewer users")
+        return _reject(asked, _misses(need.slo, closest), _latency_change(need, asked, closest, calibration))
+    _, batch, p = best
+    return _candidate(need, d, memory, batch, p)
+
+
+def _candidate(need: Need, d: Deployment, memory: Fit, batch: int, p: Performance) -> Candidate:
+    out, into = p.usd_per_million_output_tokens, p.usd_per_million_input_tokens
+    price = d.gpu.price(d.inputs.gpu_price_usd_h)
+    cost = None
+    if out is not None and into is not None:
+        # $/M output carries the whole bill; of it prompts are charged the share of time that they take.
+        prompts = into.value * need.isl / (out.value * need.osl)
+        cost = query_cost(into.value, out.value * max(0.0, 1.0 - prompts), need.isl, need.osl, need.turns)
+    size = None
+    if need.rate_rps is not None:
+        rate = p.output_tokens_per_s_per_gpu.value * d.inputs.n_gpus
+        size = fleet(need.rate_rps, need.osl, rate, d.inputs.n_gpus, None if price is None else price.value)
+    return Candidate(
+        gpu=d.gpu.id,
+        gpus=d.inputs.n_gpus,
+        tp=d.layout.tp,
+        ep=d.layout.ep,
+        engine=d.engine,
+        weights=d.weights,
+        kv=d.kv,
+        concurrency=batch,
+        max_users=memory.max_users,
+        ttft_ms=p.ttft_ms,
+        tpot_ms=p.tpot_ms,
+        output_tokens_per_s_per_gpu=p.output_tokens_per_s_per_gpu,
+        usd_per_million_output_tokens=out,
+        usd_per_million_input_tokens=into,
+        cost=cost,
+        fleet=size,
+        notes=p.notes,
+    )
+
+
+def _reject(asked: _Asked, reason: str, change: str) -> Rejected:
+    i = asked.inputs
+    return Rejected(i.gpu, i.n_gpus, i.tp or 1, asked.ep, i.weights, i.kv, reason, change)
+
+
+def _misses(slo: Slo, p: Performance) -> str:
+    parts = []
+    if slo.ttft_ms is not None and p.ttft_ms.value > slo.ttft_ms:
+        parts.append(f"TTFT {p.ttft_ms.value:.0f} ms against {slo.ttft_ms:.0f} ms")
+    if slo.tpot_ms is not None and p.tpot_ms.value > slo.tpot_ms:
+        parts.append(f"time per token {p.tpot_ms.value:.1f} ms against {slo.tpot_ms:.1f} ms")
+    return " and ".join(parts) + " already at the smallest batch asked"
+
+
+def _memory_change(d: Deployment, memory: Fit, users: int) -> str:
+    """The first of: a narrower KV cache, narrower weights, more GPUs, that makes it fit."""
+    context = memory.context
+    for label, changed in _alternatives(d):
+        try:
+            after = fit_deployment(resolve(changed), context)
+        except HeadraceError:
+            continue
+        if after.fits and after.max_users >= users:
+            return label
+    missing = (memory.kv_bytes_per_request * users - memory.kv_pool_bytes) / GIB
+    return f"needs {max(missing, 0.1):.1f} GiB more per GPU: take a larger card or a shorter context"
+
+
+def _alternatives(d: Deployment) -> Iterator[tuple[str, Inputs]]:
+    i = d.inputs
+    change = msgspec.structs.replace
+    if d.kv in ("bf16", "fp16"):
+        yield "use an FP8 KV cache (--kv fp8)", change(i, kv="fp8")
+    narrower = {"bf16": ("fp8", "int4"), "fp16": ("fp8", "int4"), "fp8_e4m3": ("int4",), "fp8_block128": ("int4",)}
+    for weights in narrower.get(d.weights, ()):
+        yield f"store the weights in {weights} (--weights {weights})", change(i, weights=weights)
+    for more in (2, 4, 8):
+        if more > i.n_gpus and _divides(d, more):
+            yield f"take {more} GPUs (--gpus {more} --tp {more})", change(i, n_gpus=more, tp=more)
+    for weights in ("fp8", "int4"):
+        for more in (2, 4, 8):
+            if more > i.n_gpus and _divides(d, more):
+                yield (
+                    f"take {more} GPUs and {weights} weights (--gpus {more} --tp {more} --weights {weights})",
+                    change(i, n_gpus=more, tp=more, weights=weights),
+                )
+
+
+def _divides(d: Deployment, tp: int) -> bool:
+    return all(
+        layer.mixer.num_heads % tp == 0
+        for layer in d.model.spec.layers
+        if isinstance(layer.mixer, Attention | LatentAttention)
+    )
+
+
+def _latency_change(need: Need, asked: _Asked, p: Performance, calibration: CalibrationSet) -> str:
+    """The first of: more GPUs, narrower weights, that meets the service levels; else how far they would have to give."""
+    d = resolve(asked.inputs)
+    for label, changed in _alternatives(d):
+        if changed.kv != asked.inputs.kv:
+            continue
+        try:
+            trial = resolve(msgspec.structs.replace(changed, concurrency=max(1, need.min_users)))
+            if not fit_deployment(trial, need.isl + need.osl).fits:
+                continue
+            after = perf_deployment(trial, calibration)
+        except HeadraceError:
+            continue
+        if need.slo.met(after.ttft_ms.value, after.tpot_ms.value):
+            return label
+    parts = []
+    if need.slo.ttft_ms is not None and p.ttft_ms.value > need.slo.ttft_ms:
+        parts.append(f"TTFT to {p.ttft_ms.value:.0f} ms")
+    if need.slo.tpot_ms is not None and p.tpot_ms.value > need.slo.tpot_ms:
+        parts.append(f"time per token to {p.tpot_ms.value:.1f} ms")
+    return "relax " + " and ".join(parts)
+
+
+class Swing(msgspec.Struct, frozen=True):
+    """$/M output tokens when one input moves from `low` to `high`, all else fixed."""
+
+    what: str
+    low: float
+    high: float
+    base: float
+
+
+def tornado(inputs: Inputs, calibration: CalibrationSet | None = None) -> tuple[Swing, ...]:
+    """What moves the price of a token, largest swing first. InvalidInput if the card has no known price."""
+    chosen = calibration or shipped()
+    change = msgspec.structs.replace
+
+    def usd(changed: Inputs) -> float:
+        figure = perf_deployment(resolve(changed), chosen).usd_per_million_output_tokens
+        if figure is None:
+            raise InvalidInput("sensitivity needs a price", field="price", remedy="give --price")
+        return figure.value
+
+    base = usd(inputs)
+    gpu = hardware.find(inputs.gpu)
+    price = gpu.price(inputs.gpu_price_usd_h)
+    assert price is not None
+    isl, osl, batch = inputs.isl or 1024, inputs.osl or 256, inputs.concurrency or 16
+    trials: Sequence[tuple[str, Inputs, Inputs]] = (
+        ("GPU price", change(inputs, gpu_price_usd_h=price.low), change(inputs, gpu_price_usd_h=price.high)),
+        (
+            "concurrency x 1/2 .. x 2",
+            change(inputs, concurrency=max(1, batch // 2)),
+            change(inputs, concurrency=batch * 2),
+        ),
+        ("prompt length x 1/2 .. x 2", change(inputs, isl=max(1, isl // 2)), change(inputs, isl=isl * 2)),
+        ("answer length x 1/2 .. x 2", change(inputs, osl=max(2, osl // 2)), change(inputs, osl=osl * 2)),
+        ("prefix hits 0 .. 80 %", change(inputs, prefix_hit_rate=0.0), change(inputs, prefix_hit_rate=0.8)),
+        ("KV precision 16 .. 8 bit", change(inputs, kv="bf16"), change(inputs, kv="fp8")),
+        ("weights 16 .. 8 bit", change(inputs, weights="bf16"), change(inputs, weights="fp8")),
+    )
+    swings = []
+    for what, low, high in trials:
+        try:
+            swings.append(Swing(what, usd(low), usd(high), base))
+        except HeadraceError:
+            continue
+    return tuple(sorted(swings, key=lambda s: -abs(s.high - s.low)))
