@@ -113,6 +113,10 @@ def test_an_invalid_run_is_code_3_and_says_why(tmp_path: Path) -> None:
         (["run", "--out", "OUT", "--url", "http://h", "--find-max"], "--slo"),
         (["run", "--out", "OUT", "--url", "http://h", "--header", "x"], "--header"),
         (["run", "--out", "OUT", "--url", "http://h", "--plan", "/nowhere"], "--plan"),
+        (["run", "--out", "OUT", "--url", "http://h", "--model", "mistral-7b", "--plan", "abacus"], "--plan"),
+        (["run", "--out", "OUT", "--url", "http://h", "--model", "no/model", "--plan", "h100-sxm-80"], "--plan"),
+        (["run", "--out", "OUT", "--url", "http://h", "--model", "mistral-7b", "--plan", "h100-sxm-80:x=1"], "--plan"),
+        (["run", "--out", "OUT", "--url", "http://h", "--rate", "1,2", "--plan", "h100-sxm-80"], "--plan"),
         (["run", "--out", "OUT", "--url", "http://h", "--rate", "1,2", "--repeats", "2"], "--repeats"),
         (["ab", "--out", "OUT", "--a", "http://h", "--b", "http://i", "--pairs", "3"], "--pairs"),
         (["ab", "--out", "OUT", "--a", "http://h", "--b", "http://i", "--margin", "lots"], "--margin"),
@@ -146,6 +150,20 @@ def test_code_2_in_a_real_process(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "--workload" in done.stderr
     assert "azure-conv" in done.stderr
+
+
+def test_the_planner_is_asked_for_the_run_that_was_made() -> None:
+    from headrace.bench.planned import traffic_of
+    from headrace.cli.bench import _prediction
+
+    summary = {
+        "requests": {"ok": 10}, "tokens": {"prompt": 10_240, "output": 1280}, "duration_s": 10.0,
+        "e2e_s": {"mean": 4.0, "count": 40}, "prefix_hit": {"share": 0.25},
+    }  # fmt: skip
+    assert traffic_of(summary) == {"isl": 1024, "osl": 128, "concurrency": 16, "prefix_hit_rate": 0.25}
+    found = _prediction("h100-sxm-80:weights=fp8", "mistral-7b", "vllm")(summary)
+    assert found.ttft_ms is not None
+    assert "fp8" in found.subject
 
 
 def test_lists() -> None:

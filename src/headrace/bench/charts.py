@@ -286,12 +286,11 @@ def comparison_charts(found: dict[str, Any]) -> list[Chart]:
         rows.append({"metric": f["metric"], "ratio": ratio, "low": low, "high": high, "verdict": f["verdict"]})
     order = [row["metric"] for row in rows]
     base = alt.Chart(_rows(rows)).encode(y=alt.Y("metric:N", sort=order, title=None, axis=alt.Axis(labelLimit=220)))
-    colours = alt.Scale(
-        domain=["BETTER", "PASS", "INCONCLUSIVE", "WORSE", "FAIL"],
-        range=[COLOURS["green"], COLOURS["green"], COLOURS["grey"], COLOURS["red"], COLOURS["red"]],
-    )
+    shade = {"BETTER": "green", "PASS": "green", "INCONCLUSIVE": "grey", "WORSE": "red", "FAIL": "red"}
+    used = [verdict for verdict in shade if any(row["verdict"] == verdict for row in rows)]
+    colours = alt.Scale(domain=used, range=[COLOURS[shade[verdict]] for verdict in used])
     x_title = "B is worse  ←  ratio  →  B is better"
-    scale = alt.Scale(zero=False, type="log", nice=True)
+    scale = alt.Scale(type="log", nice=False, padding=12)
     spread = base.mark_rule(strokeWidth=2).encode(
         x=alt.X("low:Q", scale=scale, title=x_title), x2="high:Q", color=alt.Color("verdict:N", scale=colours)
     )

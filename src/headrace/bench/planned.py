@@ -40,6 +40,20 @@ def read_prediction(path: Path) -> Prediction:
     return found
 
 
+def traffic_of(summary: dict[str, Any]) -> dict[str, Any]:
+    """What a planner needs to know of a run's traffic: mean lengths, mean requests in flight, prefix hits."""
+    ok = max(1, summary["requests"]["ok"])
+    tokens, e2e = summary["tokens"], summary.get("e2e_s") or {"mean": 0.0, "count": 0}
+    return {
+        "isl": max(1, round(tokens["prompt"] / ok)),
+        "osl": max(1, round(tokens["output"] / ok)),
+        "concurrency": max(1, round(e2e["mean"] * e2e["count"] / summary["duration_s"]))
+        if summary["duration_s"]
+        else 1,
+        "prefix_hit_rate": (summary.get("prefix_hit") or {}).get("share") or 0.0,
+    }
+
+
 def beside(summary: dict[str, Any], prediction: Prediction) -> dict[str, Any]:
     """The predicted figures with the measured ones: planned, its interval and grade, measured, measured over planned."""
     rows = []

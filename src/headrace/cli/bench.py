@@ -10,11 +10,12 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from headrace.base.errors import InvalidInput
+from headrace.base.errors import HeadraceError, InvalidInput
 from headrace.bench.load_options import LoadOptions
 from headrace.cli._bench_options import load_options
 from headrace.cli._options import engine_options
 from headrace.spec.config import EngineConfig
+from headrace.spec.prediction import Prediction
 
 Url = Annotated[str, typer.Option("--url", help="Base URL of an OpenAI-compatible endpoint.", show_default=False)]
 TargetText = Annotated[
@@ -58,7 +59,10 @@ def run(
     repeats: Annotated[int, typer.Option(help="Whole runs, for intervals between runs.")] = 1,
     find_max: Annotated[bool, typer.Option("--find-max", help="Search the highest rate that keeps --slo.")] = False,
     plan: Annotated[
-        str, typer.Option(help="Set a plan beside the figures: GPU id, or a file of `headrace plan perf --json`.")
+        str,
+        typer.Option(
+            help="Set a plan beside the figures: GPU[:tp=2,weights=fp8,model=NAME,…], or a file of `headrace plan perf --json`."
+        ),
     ] = "",
     as_json: AsJson = False,
     report: WithReport = True,
@@ -85,7 +89,9 @@ def run(
         raise InvalidInput("has no meaning with --find-max", field="--concurrency")
     spec = TargetSpec("url", {}, parse_url(url)) if url else parse_target(target)
     settings = load.settings(model=model if url else "") if not values else load.point(swept, values[0])
-    prediction = _prediction(plan) if plan else None
+    if plan and (values or find_max):
+        raise InvalidInput("needs a single load", field="--plan", remedy="without a sweep and --find-max")
+    predict = _prediction(plan, model, "" if url else spec.name) if plan else None
     _new_folder(out)
 
     async def go() -> dict[str, Any]:
@@ -106,10 +112,10 @@ def run(
                 return await once(aimed, out, watch, headroom=load.headroom, natural_length=load.natural_length)
 
     summary = _finish(go())
-    if prediction is not None:
+    if predict is not None:
         from headrace.bench.planned import set_beside
 
-        summary = set_beside(out, summary, prediction)
+        summary = set_beside(out, summary, predict(summary))
     _conclude(out, summary, as_json=as_json, report=report)
 
 
@@ -502,7 +508,34 @@ def _progress(load: LoadOptions | None, as_json: bool) -> Any:
     return live(load.requests if load else None)
 
 
-def _prediction(plan: str) -> Any:
-    from headrace.bench.planned import read_prediction
+def _prediction(plan: str, model: str, engine: str) -> Callable[[dict[str, Any]], Prediction]:
+    """What makes the plan once the run's real lengths and concurrency are known; wrong input is refused here and now."""
+    from headrace.bench.planned import read_prediction, traffic_of
 
-    return read_prediction(Path(plan))
+    if Path(plan).exists():
+        found = read_prediction(Path(plan))
+        return lambda _summary: found
+    import msgspec
+
+    from headrace.plan.deployment import Inputs
+    from headrace.plan.perf import prediction
+
+    gpu, _, rest = plan.partition(":")
+    given: dict[str, str] = {"model": model, "gpu": gpu} | ({"engine": engine} if engine else {})
+    for part in filter(None, rest.split(",")):
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise InvalidInput(f"expected NAME=VALUE, got {part!r}", field="--plan")
+        given[name.strip().replace("-", "_")] = value.strip()
+    known = {f.name for f in msgspec.structs.fields(Inputs)}
+    if unknown := sorted(set(given) - known):
+        raise InvalidInput(f"unknown {unknown[0]!r}", field="--plan", remedy=", ".join(sorted(known)))
+
+    def predict(traffic: dict[str, Any]) -> Prediction:
+        try:
+            return prediction(msgspec.convert({**traffic, **given}, Inputs, strict=False))
+        except (HeadraceError, msgspec.ValidationError) as error:
+            raise InvalidInput(f"no plan for {plan!r}: {error}", field="--plan") from error
+
+    predict({"isl": 128, "osl": 128, "concurrency": 1})
+    return lambda summary: predict(traffic_of(summary))
