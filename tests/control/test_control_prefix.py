@@ -225,6 +225,26 @@ def test_equal_blocks_computed_twice_are_merged():
     assert cache.pool.free_blocks == 24 - 2
 
 
+def test_after_a_flush_a_shared_block_does_not_come_back_below_blocks_its_holders_do_not_hold():
+    cache = Cache(blocks=12)
+    text = [1, 1, 1, 2, 2, 2, 3]
+    one = cache.start(text)
+    cache.compute(one, 6)
+    two = cache.start(text)
+    assert two.tables[0][:2] == one.tables[0]
+    cache.tree.flush()
+    cache.fill([1, 1, 1])  # the first block again, in other memory
+    cache.compute(one, 1)  # merged into the new first block; the second is still shared with `two`
+    assert one.tables[0][0] != two.tables[0][0]
+    assert cache.match(text).length == 3
+    cache.check()
+    cache.end(one)
+    cache.pool.release(cache.pool.allocate(cache.pool.free_blocks))  # all that counts as free can be had
+    cache.compute(two, 1)
+    assert cache.match(text).length == 7
+    cache.check()
+
+
 def test_namespaces_never_share():
     cache = Cache()
     cache.fill([1, 2, 3, 4], "one")

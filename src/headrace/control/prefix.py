@@ -247,21 +247,40 @@ class PrefixTree:
             part = key[i * self._stride : (i + 1) * self._stride]
             child = node.children.get(part)
             if child is None:
-                child = self._insert(node, part, [table[i] for table in tables])
+                blocks = [table[i] for table in tables]
+                if self._is_shared(blocks):
+                    break
+                child = self._insert(node, part, blocks)
             else:
                 self._merge(child, i, tables, switched)
                 child.last_used = child.window_used = self._clock
             node = child
-        if rest := key[whole * self._stride : tokens * TOKEN_BYTES]:
-            longer = node.extension_of(rest)
-            if longer is None:
-                self._insert(node, rest, [table[whole] for table in tables])
-            else:
-                longer.last_used = longer.window_used = self._clock
+        else:
+            self._publish_tail(node, key[whole * self._stride : tokens * TOKEN_BYTES], whole, tables)
         if node is not place:
             node.pins += 1
             self.unpin(place)
         return node, switched
+
+    def _publish_tail(self, node: Node, rest: bytes, position: int, tables: Tables) -> None:
+        """Publish the begun block after the whole ones, unless there is nothing in it or it is known already."""
+        if not rest:
+            return
+        longer = node.extension_of(rest)
+        if longer is not None:
+            longer.last_used = longer.window_used = self._clock
+            return
+        blocks = [table[position] for table in tables]
+        if not self._is_shared(blocks):
+            self._insert(node, rest, blocks)
+
+    def _is_shared(self, blocks: list[int]) -> bool:
+        """Whether someone beside the publisher holds a block, which was then in the tree before a flush.
+
+        It may not come back: its other holders need not hold the blocks that are now before it, and those could not be
+        reclaimed leaf by leaf. The last holder may publish it again.
+        """
+        return any(block >= 0 and self._pool.references(block) > 1 for block in blocks)
 
     def _insert(self, parent: Node, key: bytes, blocks: list[int]) -> Node:
         shorter = parent.prefix_of(key)
@@ -283,10 +302,11 @@ class PrefixTree:
             if mine == kept or mine < 0:
                 continue
             if kept < 0:
-                node.blocks[g] = mine
-                self._pool.cache(mine)
-                self._owner[mine] = (node, g)
-                self.publications += 1
+                if not self._is_shared([mine]):
+                    node.blocks[g] = mine
+                    self._pool.cache(mine)
+                    self._owner[mine] = (node, g)
+                    self.publications += 1
             else:
                 self._pool.retain((kept,))
                 self._pool.release((mine,))
