@@ -1,0 +1,172 @@
+"""The command line: verbs found by file, options made from the settings, errors on one line."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import headrace
+from headrace.cli.main import main, verbs
+from headrace.control.params import SamplingParams
+from headrace.spec.config import EngineConfig
+
+
+def run(*arguments: str, code: int = 0, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "headrace.cli.main", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, input=stdin, env=_wide())
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def _wide() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "COLUMNS": "300", "OMP_NUM_THREADS": "1"}
+
+
+def test_every_file_is_a_verb_and_help_lists_them_all() -> None:
+    assert {"generate", "serve", "chat"} <= set(verbs())
+    text = run("--help").stdout
+    for verb in verbs():
+        assert re.search(rf"│ {verb} +[A-Z]", text), f"{verb} has no line of help"
+
+
+def test_help_imports_no_verb_and_a_verb_no_other() -> None:
+    code = (
+        "import sys; from headrace.cli.main import build; build({0});"
+        "print(sorted(m for m in sys.modules if m.startswith('headrace.cli.') and '._' not in m))"
+    )
+    for verb, expected in (("None", ["headrace.cli.main"]), ("'serve'", ["headrace.cli.main", "headrace.cli.serve"])):
+        out = subprocess.run([sys.executable, "-c", code.format(verb)], capture_output=True, text=True, check=True)
+        assert out.stdout.strip() == str(expected)
+
+
+def test_verbs_that_start_an_engine_load_nothing_heavy_for_their_help() -> None:
+    code = (
+        "import sys; from headrace.cli.main import main\n"
+        "try: main(['{0}', '--help'])\n"
+        "except SystemExit: pass\n"
+        "print(sorted({{'torch', 'numpy', 'zmq', 'tokenizers', 'uvicorn'}} & set(sys.modules)), file=sys.stderr)"
+    )
+    for verb in ("generate", "serve", "chat"):
+        done = subprocess.run([sys.executable, "-c", code.format(verb)], capture_output=True, text=True, check=True)
+        assert done.stderr.strip() == "[]"
+
+
+@pytest.mark.parametrize("verb", ["generate", "serve", "chat"])
+def test_every_engine_setting_is_an_option(verb: str) -> None:
+    text = run(verb, "--help").stdout
+    for field in fields(EngineConfig):
+        flag = {"model": "model", "seed": "--dummy-seed", "options": "--option"}.get(
+            field.name, "--" + field.name.replace("_", "-")
+        )
+        assert flag in text
+    if verb != "serve":
+        for field in fields(SamplingParams):
+            assert "--" + field.name.replace("_", "-").removesuffix("s") in text
+
+
+def test_version() -> None:
+    assert run("--version").stdout.strip() == headrace.__version__
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["generate", "no-such", "--prompt", "x"], "no-such"),
+        (["generate", "smollm2-135m", "--prompt", "x", "--temperature", "-1"], "temperature"),
+        (["generate", "smollm2-135m", "--prompt", ""], "prompt"),
+        (["generate", "smollm2-135m", "--prompt", "x", "--max-model-len", "9999999"], "max_model_len"),
+        (["generate", "smollm2-135m", "--prompt", "x", "--backend", "abacus"], "abacus"),
+        (["generate", "smollm2-135m", "--prompt", "x", "--order", "loudest"], "loudest"),
+        (["generate", "smollm2-135m", "--prompt", "x", "--drafter", "oracle"], "oracle"),
+        (["generate", "smollm2-135m", "--prompt", "x", "--option", "nothing"], "NAME=VALUE"),
+        (["generate", "smollm2-135m", "--prompt", "x", "--logit-bias", "a=1"], "logit_bias"),
+        (["generate", "smollm2-135m", "--prompt", "x", "--kv-bytes", "1", "--num-blocks", "1"], "kv_bytes"),
+        (["serve", "no-such"], "no-such"),
+        (["serve", "smollm2-135m", "--log-level", "loud"], "log_level"),
+        (["serve", "smollm2-135m", "--chat-template", "/no/such/file"], "chat_template"),
+    ],
+)
+def test_wrong_input_is_one_line_and_code_2(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("headrace: ")
+    assert text in lines[0]
+
+
+def test_what_does_not_fit_is_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["generate", "smollm2-135m", "--backend", "torch", "--prompt", "x", "--kv-bytes", "1"])
+    assert caught.value.code == 1
+    assert "set kv_bytes to" in capsys.readouterr().err
+
+
+def test_an_unknown_verb_or_option_is_code_2() -> None:
+    assert "no-such" in run("no-such", code=2).stderr
+    assert "--no-such" in run("generate", "x", "--no-such", code=2).stderr
+
+
+@pytest.mark.model
+def test_generate_prints_the_text_as_it_is() -> None:
+    common = ["smollm2-135m", "--backend", "torch", "--temperature", "0", "--max-tokens", "8"]
+    done = run("generate", *common, "--prompt", "The capital of France is", "--timings")
+    assert done.stdout.startswith(" Paris")
+    stages = dict(re.findall(r"^(.+?) {2,}([\d.]+) s$", done.stderr, re.MULTILINE))
+    whole = float(stages.pop("process start to first token"))
+    parts = [float(s) for name, s in stages.items() if "meanwhile" not in name and "whole answer" not in name]
+    assert sum(parts) == pytest.approx(whole, rel=0.05)
+
+
+@pytest.mark.model
+def test_generate_as_json_from_stdin_with_several_answers() -> None:
+    common = [
+        "smollm2-135m",
+        "--backend",
+        "torch",
+        "--max-tokens",
+        "5",
+        "--n",
+        "2",
+        "--seed",
+        "3",
+        "--json",
+        "--timings",
+    ]
+    done = run("generate", *common, "--prompt", "-", "--prompt", "The sea", "--logprobs", "1", stdin="Once upon a time")
+    body = json.loads(done.stdout)
+    assert body["model"] == "smollm2-135m"
+    assert [(c["prompt_index"], c["index"]) for c in body["completions"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for c in body["completions"]:
+        assert len(c["token_ids"]) == len(c["logprobs"]) == 5
+        assert c["finish_reason"] == "length"
+    assert body["timings_s"]["process start to first token"] > 0
+
+
+@pytest.mark.model
+def test_dummy_weights_for_any_config(tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+        "architectures": ["LlamaForCausalLM"],
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    common = [str(tmp_path), "--load-format", "dummy", "--backend", "torch", "--temperature", "0", "--max-tokens", "9"]
+    first, second, third = (
+        json.loads(run("generate", *common, "--prompt", "hello", "--json", "--ignore-eos", "--dummy-seed", seed).stdout)
+        for seed in ("1", "1", "2")
+    )
+    ids = [body["completions"][0]["token_ids"] for body in (first, second, third)]
+    assert len(ids[0]) == 9
+    assert ids[0] == ids[1] != ids[2]
