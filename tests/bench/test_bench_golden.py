@@ -276,3 +276,37 @@ def test_the_truth_page_is_json() -> None:
     (entry,) = asyncio.run(read())
     assert entry["event_tokens"] == [1, 1, 1]
     assert len(entry["planned_s"]) == 3
+
+
+async def test_a_connection_closed_while_idle_is_not_a_failure() -> None:
+    answer = (
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        + b"%x\r\n%s\r\n0\r\n\r\n"
+    )
+    events = b'data: {"id":"a","choices":[{"text":"hi","finish_reason":"length"}]}\n\ndata: [DONE]\n\n'
+    asked = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answers the first request of each connection and drops the connection at the second."""
+        nonlocal asked
+        for turn in range(2):
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            await reader.readexactly(length)
+            asked += 1
+            if turn == 1:
+                break
+            writer.write(answer % (len(events), events))
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        client = Client(Endpoint(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "m"), time.monotonic())
+        records = [RequestRecord(index=k, intended_s=client.now()) for k in range(2)]
+        for record in records:
+            await client.send(Call("a", 1, 1), record)
+        await client.close()
+    assert asked == 3
+    assert [record.outcome for record in records] == [Outcome.OK, Outcome.OK]
+    assert [record.reconnected for record in records] == [False, True]

@@ -170,22 +170,17 @@ class Client:
         record.shared_tokens_declared = call.shared_tokens
         record.output_tokens_asked = call.output_tokens
         record.prompt_hash = hashlib.blake2b(body, digest_size=8).hexdigest()
-        stream, stamps = Stream(), SimpleNamespace(sent_s=0.0)
+        stream = Stream()
         try:
-            url = self.endpoint.url + self.endpoint.path
-            record.sent_s = self.now()
-            async with self._session.post(url, data=body, headers=self._headers, trace_request_ctx=stamps) as response:
-                record.headers_s = self.now()
-                record.http_status = response.status
-                if response.status != 200:
-                    record.error = (await response.text())[:300]
-                else:
-                    async for data in response.content.iter_any():
-                        at_s = self.now()
-                        record.first_byte_s = record.first_byte_s or at_s
-                        stream.feed(data, at_s)
-                        if stream.error:
-                            break
+            try:
+                await self._exchange(body, record, stream)
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+                # A server may close an idle connection at the moment we choose it. Nothing was answered, so nothing was
+                # lost: ask once more on a fresh one. The latency still counts from the intended time.
+                if record.headers_s or isinstance(error, aiohttp.ClientConnectorError):
+                    raise
+                record.reconnected = True
+                await self._exchange(body, record, stream)
         except TimeoutError:
             record.outcome, record.error = Outcome.TIMEOUT, f"no end within {self.endpoint.timeout_s} s"
         except aiohttp.ClientConnectorError as error:
@@ -193,10 +188,27 @@ class Client:
         except (aiohttp.ClientError, OSError) as error:
             record.outcome, record.error = Outcome.CUT, f"{type(error).__name__}: {error}"[:300]
         record.end_s = self.now()
-        if stamps.sent_s:
-            record.sent_s = stamps.sent_s - self.origin_s
         settle(record, stream, force_length=self.endpoint.force_length)
         return stream.text
+
+    async def _exchange(self, body: bytes, record: RequestRecord, stream: Stream) -> None:
+        """Send the body and read the stream to its end, stamping both; raises what aiohttp raises."""
+        stamps = SimpleNamespace(sent_s=0.0)
+        url = self.endpoint.url + self.endpoint.path
+        record.sent_s = self.now()
+        async with self._session.post(url, data=body, headers=self._headers, trace_request_ctx=stamps) as response:
+            record.headers_s = self.now()
+            record.sent_s = stamps.sent_s - self.origin_s if stamps.sent_s else record.sent_s
+            record.http_status = response.status
+            if response.status != 200:
+                record.error = (await response.text())[:300]
+                return
+            async for data in response.content.iter_any():
+                at_s = self.now()
+                record.first_byte_s = record.first_byte_s or at_s
+                stream.feed(data, at_s)
+                if stream.error:
+                    return
 
 
 async def _stamp_sent(_session: Any, context: Any, _params: Any) -> None:

@@ -104,7 +104,8 @@ async def probe(endpoint: Endpoint, *, natural_length: bool = False, writer: Pro
     the plainest request fails, with the server's own message.
     """
     timeout = aiohttp.ClientTimeout(total=min(120.0, endpoint.timeout_s))
-    async with aiohttp.ClientSession(timeout=timeout) as session:
+    # One connection per question: some servers close an idle one just as it is chosen again.
+    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(force_close=True)) as session:
         notes: list[str] = []
         card = await find_model(session, endpoint.url, endpoint.headers)
         error = await _accepts(session, endpoint)
@@ -167,13 +168,13 @@ async def _prompt_tokens(session: aiohttp.ClientSession, endpoint: Endpoint, pro
     body = endpoint.body(_as_prompt(endpoint.kind, prompt) if isinstance(prompt, str) else prompt, 1)
     body.pop("stream_options", None)
     body["stream"] = False
-    async with session.post(endpoint.url + endpoint.path, json=body, headers=dict(endpoint.headers)) as response:
-        if response.status != 200:
-            return None
-        try:
+    try:
+        async with session.post(endpoint.url + endpoint.path, json=body, headers=dict(endpoint.headers)) as response:
+            if response.status != 200:
+                return None
             return int((await response.json(content_type=None))["usage"]["prompt_tokens"])
-        except (KeyError, TypeError, ValueError):
-            return None
+    except (KeyError, TypeError, ValueError, aiohttp.ClientError, TimeoutError):
+        return None
 
 
 def _as_prompt(kind: Kind, text: str) -> Any:

@@ -50,7 +50,8 @@ def fixed_text() -> str:
 async def probe_quality(endpoint: Endpoint) -> Quality:
     """Ask the endpoint's `/v1/completions` the fixed prompts greedily, one at a time, and score the fixed text."""
     timeout = aiohttp.ClientTimeout(total=endpoint.timeout_s)
-    async with aiohttp.ClientSession(timeout=timeout, headers=dict(endpoint.headers)) as session:
+    connector = aiohttp.TCPConnector(force_close=True)
+    async with aiohttp.ClientSession(timeout=timeout, headers=dict(endpoint.headers), connector=connector) as session:
         answers = []
         for prompt in PROMPTS:
             body = {"model": endpoint.model, "prompt": prompt, "max_tokens": _TOKENS, "temperature": 0.0}

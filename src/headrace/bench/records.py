@@ -50,7 +50,8 @@ class RequestRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One request. Times are seconds since the run's origin, on CLOCK_MONOTONIC of the client.
 
     intended: when the arrival process, the free slot or the end of think time wanted it · sent: the body left ·
-    headers, first_byte: the response's · event_s, event_tokens: each event that carried text · end: the stream's end.
+    headers, first_byte: the response's · reconnected: sent again,
+    since the server had closed the idle connection · event_s, event_tokens: each event that carried text · end: the stream's end.
     """
 
     index: int
@@ -77,6 +78,7 @@ class RequestRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     http_status: int = 0
     error: str = ""
     response_id: str = ""
+    reconnected: bool = False
     prompt_hash: str = ""
 
     @property

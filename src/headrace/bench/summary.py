@@ -99,6 +99,8 @@ def _notes(view: RunView, report: ShareReport, limit: int | None) -> list[str]:
         notes.append(f"tokens per chunk are estimated in {estimated} of {len(ok)} answers: ITL is approximate there")
     if report.skipped or report.clipped:
         notes.append(f"longer than the context: {report.skipped} requests left out, {report.clipped} clipped")
+    if again := sum(r.reconnected for r in view.records):
+        notes.append(f"{again} requests were sent on a second connection: the server had closed the idle one")
     if report.unsent:
         notes.append(f"{report.unsent} calls were not sent: their sessions ended early, at a failure or at the limit")
     if report.exhausted and limit is not None and len(view.records) + report.unsent < limit:
