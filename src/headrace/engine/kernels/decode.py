@@ -1,0 +1,369 @@
+"""Paged attention of one new token per sequence: split over the context, all query heads of a KV head in one tile.
+
+Decode attention reads every cached key and value once, so it is bound by memory bandwidth: about one multiply-add per byte
+and query head. Query heads that share a KV head are packed as rows of one tensor-core tile, so that keys are read once for
+all of them. A long context is cut among up to `splits` programs; each keeps a running maximum, a sum and an accumulator
+(the online softmax), and the last one to finish merges all of them by their log-sum-exp, which saves a second launch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from headrace.engine.kernels.activation import tanh
+from headrace.engine.kernels.rope import rotated
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def scored(scores, scale, softcap, SOFTCAP: tl.constexpr):
+    """Scores in units of log 2: scaled, and capped where the model caps them."""
+    if SOFTCAP:
+        return softcap * tanh(scores * (scale / softcap)) * LOG2E
+    else:
+        return scores * (scale * LOG2E)
+
+
+@triton.jit
+def split_range(low, end, splits, MIN_CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):
+    """How [low, end) is cut: keys per split and the number of splits that have any (at least 1)."""
+    keys = tl.maximum(end - low, 0)
+    chunk = tl.maximum(tl.cdiv(keys, splits), MIN_CHUNK)
+    chunk = tl.cdiv(chunk, BLOCK_N) * BLOCK_N
+    return chunk, tl.maximum(tl.cdiv(keys, chunk), 1)
+
+
+@triton.jit
+def _decode(
+    qkv, out, kv, tables, slots, positions, firsts, q_norm, k_norm, cos_sin, sinks, partial, lse, counters,
+    scale, softcap, window, eps, splits, all_splits,
+    qkv_stride, table_stride, block_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr,
+    D: tl.constexpr, D_P: tl.constexpr, BT: tl.constexpr, ROPE_DIM: tl.constexpr,
+    NORM: tl.constexpr, FUSED: tl.constexpr, PREFIX: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr, MIN_CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, D_P)
+    out_at = out + (row * HEADS + kv_head * GROUP + m[:, None]) * D + d[None, :]
+    q_inside = (m[:, None] < GROUP) & (d[None, :] < D)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    slot = tl.load(slots + row).to(tl.int64)
+    position = tl.load(positions + row)
+    if slot < 0:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        if split == 0 and not PREFIX:
+            tl.store(out_at, tl.zeros([BLOCK_M, D_P], out.dtype.element_ty), q_inside)
+        return
+    low = 0
+    if WINDOW:
+        low = tl.maximum(position - window + 1, 0)
+    if PREFIX:
+        low = tl.load(firsts + row)
+    end = position
+    if not FUSED:
+        end = position + 1
+    chunk, used = split_range(low, end, splits, MIN_CHUNK, BLOCK_N)
+    if split >= used:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        return
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    first = qkv + row * qkv_stride
+    base = first + (kv_head * GROUP + m[:, None]) * D
+    dtype = qkv.dtype.element_ty
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D_P], tl.float32)
+    page_size = BT * D
+    head_at = kv_head * page_size
+    if FUSED:
+        turn = cos_sin + position.to(tl.int64) * ROPE_DIM
+        q = rotated(base, d[None, :], q_inside, q_norm, turn, eps, D, ROPE_DIM, NORM).to(dtype)
+        if split == used - 1:
+            # The new token's own key and value come from the projection and go into the cache here.
+            one = (tl.arange(0, 1)[:, None] == 0) & (d[None, :] < D)
+            k_base = first + (HEADS + kv_head + tl.arange(0, 1)[:, None]) * D
+            k_new = rotated(k_base, d[None, :], one, k_norm, turn, eps, D, ROPE_DIM, NORM).to(kv.dtype.element_ty)
+            v_new = tl.load(first + (HEADS + KV_HEADS + kv_head) * D + d[None, :], one, 0.0).to(kv.dtype.element_ty)
+            page = tl.load(tables + slot * table_stride + position // BT).to(tl.int64)
+            target = kv + page * block_stride + head_at + (position % BT) * D + d[None, :]
+            tl.store(target, k_new, one & (page >= 0))
+            tl.store(target + KV_HEADS * page_size, v_new, one & (page >= 0))
+            top = scored(tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1), scale, softcap, SOFTCAP)
+            total += 1.0
+            acc += v_new.to(tl.float32)
+    else:
+        q = tl.load(base + d[None, :], q_inside, 0.0)
+    begin = low + split * chunk
+    stop = tl.minimum(begin + chunk, end)
+    for n0 in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
+        n = n0 + tl.arange(0, BLOCK_N)
+        seen = n < stop
+        page = tl.load(tables + slot * table_stride + n // BT, seen, 0).to(tl.int64)
+        at = page * block_stride + head_at + (n % BT) * D
+        k = tl.load(kv + at[None, :] + d[:, None], seen[None, :] & (d[:, None] < D), 0.0)
+        scores = tl.dot(q, k.to(dtype), input_precision="ieee")
+        scores = tl.where(seen[None, :], scored(scores, scale, softcap, SOFTCAP), float("-inf"))
+        best = tl.maximum(top, tl.max(scores, 1))
+        shrink = tl.exp2(top - best)
+        weights = tl.exp2(scores - best[:, None])
+        v = tl.load(kv + KV_HEADS * page_size + at[:, None] + d[None, :], seen[:, None] & (d[None, :] < D), 0.0)
+        acc = tl.dot(weights.to(dtype), v.to(dtype), acc * shrink[:, None], input_precision="ieee")
+        total = total * shrink + tl.sum(weights, 1)
+        top = best
+    if used == 1 and not PREFIX:
+        if SINKS:
+            sink = tl.load(sinks + kv_head * GROUP + m, m < GROUP, float("-inf")).to(tl.float32) * LOG2E
+            total += tl.exp2(sink - top)
+        tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), q_inside)
+    else:
+        # Partial results [rows, kv_heads, splits, group, dims], each normalized, with its log-sum-exp.
+        total_at = (row * KV_HEADS + kv_head) * all_splits
+        part = ((total_at + split) * GROUP_P + m[:, None]) * D_P + d[None, :]
+        tl.store(partial + part, acc / total[:, None], m[:, None] < GROUP_P)
+        tl.store(lse + (total_at + split) * GROUP_P + m, top + tl.log2(total), m < GROUP_P)
+        if not PREFIX:
+            tl.debug_barrier()
+            arrived = tl.atomic_add(counters + row * KV_HEADS + kv_head, 1, sem="acq_rel")
+            if arrived == used - 1:
+                tl.debug_barrier()
+                tl.store(counters + row * KV_HEADS + kv_head, 0)
+                merge(
+                    partial, lse, out, sinks, total_at, used, row, kv_head,
+                    HEADS, GROUP, GROUP_P, D, D_P, SINKS,
+                )  # fmt: skip
+
+
+@triton.jit
+def merge(
+    partial, lse, out, sinks, total_at, count, row, kv_head,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr,
+    SINKS: tl.constexpr,
+):  # fmt: skip
+    """Weigh `count` partial results of one row and KV head by exp(lse) and store their sum."""
+    AT_ONCE: tl.constexpr = 8
+    g = tl.arange(0, GROUP_P)
+    d = tl.arange(0, D_P)
+    s = tl.arange(0, AT_ONCE)
+    top = tl.full([GROUP_P], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_P], tl.float32)
+    acc = tl.zeros([GROUP_P, D_P], tl.float32)
+    for s0 in range(0, count, AT_ONCE):
+        at = total_at + s0 + s
+        there = s0 + s < count
+        part_lse = tl.load(
+            lse + at[:, None] * GROUP_P + g[None, :], there[:, None], float("-inf"), cache_modifier=".cg"
+        )
+        part = tl.load(
+            partial + (at[:, None, None] * GROUP_P + g[None, :, None]) * D_P + d[None, None, :],
+            there[:, None, None], 0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        best = tl.maximum(top, tl.max(part_lse, 0))
+        shrink = tl.exp2(top - best)
+        weights = tl.exp2(part_lse - best[None, :])
+        acc = acc * shrink[:, None] + tl.sum(part * weights[:, :, None], 0)
+        total = total * shrink + tl.sum(weights, 0)
+        top = best
+    if SINKS:
+        sink = tl.load(sinks + kv_head * GROUP + g, g < GROUP, float("-inf")).to(tl.float32) * LOG2E
+        total += tl.exp2(sink - top)
+    target = out + (row * HEADS + kv_head * GROUP + g[:, None]) * D + d[None, :]
+    tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), (g[:, None] < GROUP) & (d[None, :] < D))
+
+
+@triton.jit
+def _prefix(
+    qkv, kv, tables, slots, tiles, partial, lse, scale, softcap, splits, suffix_splits, all_splits,
+    qkv_stride, table_stride, block_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr,
+    BT: tl.constexpr, SOFTCAP: tl.constexpr, MIN_CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    row0 = tl.load(tiles + 3 * tl.program_id(0))
+    row1 = tl.load(tiles + 3 * tl.program_id(0) + 1)
+    prefix = tl.load(tiles + 3 * tl.program_id(0) + 2)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    chunk, used = split_range(0, prefix, splits, MIN_CHUNK, BLOCK_N)
+    if row1 <= row0 or split >= used:
+        return
+    slot = tl.load(slots + row0).to(tl.int64)
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, D_P)
+    row = row0 + m // GROUP_P
+    g = m % GROUP_P
+    inside = (row < row1) & (g < GROUP)
+    at = row.to(tl.int64) * qkv_stride + (kv_head * GROUP + g) * D
+    q = tl.load(qkv + at[:, None] + d[None, :], inside[:, None] & (d[None, :] < D), 0.0)
+    dtype = qkv.dtype.element_ty
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D_P], tl.float32)
+    page_size = BT * D
+    begin = split * chunk
+    stop = tl.minimum(begin + chunk, prefix)
+    for n0 in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
+        n = n0 + tl.arange(0, BLOCK_N)
+        seen = n < stop
+        page = tl.load(tables + slot * table_stride + n // BT, seen, 0).to(tl.int64)
+        key_at = page * block_stride + kv_head * page_size + (n % BT) * D
+        k = tl.load(kv + key_at[None, :] + d[:, None], seen[None, :] & (d[:, None] < D), 0.0)
+        scores = tl.dot(q, k.to(dtype), input_precision="ieee")
+        scores = tl.where(seen[None, :], scored(scores, scale, softcap, SOFTCAP), float("-inf"))
+        best = tl.maximum(top, tl.max(scores, 1))
+        shrink = tl.exp2(top - best)
+        weights = tl.exp2(scores - best[:, None])
+        v = tl.load(kv + KV_HEADS * page_size + key_at[:, None] + d[None, :], seen[:, None] & (d[None, :] < D), 0.0)
+        acc = tl.dot(weights.to(dtype), v.to(dtype), acc * shrink[:, None], input_precision="ieee")
+        total = total * shrink + tl.sum(weights, 1)
+        top = best
+    part = (row.to(tl.int64) * KV_HEADS + kv_head) * all_splits + suffix_splits + split
+    there = (row < row1) & (g < GROUP_P)
+    tl.store(partial + (part * GROUP_P + g)[:, None] * D_P + d[None, :], acc / total[:, None], there[:, None])
+    tl.store(lse + part * GROUP_P + g, top + tl.log2(total), there)
+
+
+@triton.jit
+def _merge_all(
+    partial, lse, out, slots, positions, firsts, sinks, splits, prefix_splits, all_splits,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr,
+    D: tl.constexpr, D_P: tl.constexpr, SINKS: tl.constexpr, MIN_CHUNK: tl.constexpr, PREFIX_CHUNK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    g = tl.arange(0, GROUP_P)
+    d = tl.arange(0, D_P)
+    target = out + (row * HEADS + kv_head * GROUP + g[:, None]) * D + d[None, :]
+    inside = (g[:, None] < GROUP) & (d[None, :] < D)
+    slot = tl.load(slots + row)
+    if slot < 0:
+        tl.store(target, tl.zeros([GROUP_P, D_P], out.dtype.element_ty), inside)
+        return
+    low = tl.load(firsts + row)
+    _, used = split_range(low, tl.load(positions + row) + 1, splits, MIN_CHUNK, BLOCK_N)
+    _, prefix_used = split_range(0, low, prefix_splits, PREFIX_CHUNK, BLOCK_N)
+    prefix_used = tl.where(low > 0, prefix_used, 0)
+    total_at = (row * KV_HEADS + kv_head) * all_splits
+    top = tl.full([GROUP_P], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_P], tl.float32)
+    acc = tl.zeros([GROUP_P, D_P], tl.float32)
+    AT_ONCE: tl.constexpr = 8
+    for s0 in range(0, used + prefix_used, AT_ONCE):
+        s = s0 + tl.arange(0, AT_ONCE)
+        there = s < used + prefix_used
+        at = total_at + tl.where(s < used, s, s - used + splits)
+        part_lse = tl.load(lse + at[:, None] * GROUP_P + g[None, :], there[:, None], float("-inf"))
+        part = tl.load(
+            partial + (at[:, None, None] * GROUP_P + g[None, :, None]) * D_P + d[None, None, :],
+            there[:, None, None], 0.0,
+        )  # fmt: skip
+        best = tl.maximum(top, tl.max(part_lse, 0))
+        shrink = tl.exp2(top - best)
+        weights = tl.exp2(part_lse - best[None, :])
+        acc = acc * shrink[:, None] + tl.sum(part * weights[:, :, None], 0)
+        total = total * shrink + tl.sum(weights, 0)
+        top = best
+    if SINKS:
+        sink = tl.load(sinks + kv_head * GROUP + g, g < GROUP, float("-inf")).to(tl.float32) * LOG2E
+        total += tl.exp2(sink - top)
+    tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), inside)
+
+
+class DecodeWorkspace:
+    """Partial results of split contexts; shared by all layers, since a layer is done with it before the next begins."""
+
+    def __init__(self, rows: int, kv_heads: int, group: int, dim: int, splits_of_rows, device: torch.device) -> None:
+        """`splits_of_rows(n)`: the largest number of splits that a step of n rows uses."""
+        group_p, dim_p = triton.next_power_of_2(group), triton.next_power_of_2(dim)
+        most = max(n * splits_of_rows(n) for n in range(1, rows + 1)) * kv_heads * group_p
+        self.partial = torch.empty(most * dim_p, dtype=torch.float32, device=device)
+        self.lse = torch.empty(most, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(rows * kv_heads, dtype=torch.int32, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.partial.nbytes + self.lse.nbytes + self.counters.nbytes
+
+
+def decode_attention(
+    qkv: torch.Tensor,
+    out: torch.Tensor,
+    kv: torch.Tensor,
+    tables: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    work: DecodeWorkspace,
+    heads: int,
+    *,
+    scale: float,
+    splits: int,
+    min_chunk: int = 128,
+    cos_sin: torch.Tensor | None = None,
+    rope_dim: int = 0,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    firsts: torch.Tensor | None = None,
+    tiles: torch.Tensor | None = None,
+    prefix_splits: int = 8,
+    block_n: int = 64,
+    num_warps: int = 4,
+    stages: int = 2,
+    pdl: bool = False,
+) -> None:
+    """out [rows, heads * dim] = attention of each row's query over its slot's context up to `positions[row]`.
+
+    `qkv` [rows, (heads + 2 kv_heads) * dim]. With `cos_sin` the projection is raw: this kernel normalizes and rotates it and
+    writes the row's key and value to the cache; otherwise `rope_cache` has done so. `kv` [blocks, 2, kv_heads, block_tokens,
+    dim]. Rows with slot -1 give zeros. Cascade: `firsts` [rows] keys are shared; `tiles` [n, 3] (first row, end row, shared
+    keys) says which rows share them, at most 64 / next_power_of_2(group) rows a tile; needs a finished projection.
+    """
+    rows = len(slots)
+    _, _, kv_heads, block_tokens, dim = kv.shape
+    group = heads // kv_heads
+    group_p, dim_p = triton.next_power_of_2(group), triton.next_power_of_2(dim)
+    fused, prefix = cos_sin is not None, tiles is not None
+    assert not (fused and prefix) and not (window is not None and prefix)
+    all_splits = splits + prefix_splits if prefix else splits
+    some = work.lse
+    shape = dict(GROUP=group, GROUP_P=group_p, D=dim, D_P=dim_p)
+    if prefix:
+        _prefix[(len(tiles), kv_heads, prefix_splits)](
+            qkv, kv, tables, slots, tiles, work.partial, work.lse, scale, softcap or 0.0, prefix_splits, splits,
+            all_splits, qkv.stride(0), tables.stride(0), kv.stride(0),
+            KV_HEADS=kv_heads, **shape, BT=block_tokens, SOFTCAP=softcap is not None, MIN_CHUNK=min_chunk, BLOCK_M=64,
+            BLOCK_N=block_n, STAGES=stages, num_warps=4,
+        )  # fmt: skip
+    _decode[(rows, kv_heads, splits)](
+        qkv, out, kv, tables, slots, positions, firsts if prefix else slots, some if q_norm is None else q_norm,
+        some if k_norm is None else k_norm, cos_sin if fused else some, some if sinks is None else sinks,
+        work.partial, work.lse, work.counters,
+        scale, softcap or 0.0, window or 0, eps, splits, all_splits,
+        qkv.stride(0), tables.stride(0), kv.stride(0),
+        HEADS=heads, KV_HEADS=kv_heads, **shape, BT=block_tokens, ROPE_DIM=rope_dim if fused else 0,
+        NORM=q_norm is not None, FUSED=fused, PREFIX=prefix, WINDOW=window is not None, SOFTCAP=softcap is not None,
+        SINKS=sinks is not None, MIN_CHUNK=min_chunk, BLOCK_M=max(16, group_p), BLOCK_N=block_n, PDL=pdl, STAGES=stages,
+        num_warps=num_warps, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    if prefix:
+        _merge_all[(rows, kv_heads)](
+            work.partial, work.lse, out, slots, positions, firsts, some if sinks is None else sinks, splits,
+            prefix_splits, all_splits,
+            HEADS=heads, KV_HEADS=kv_heads, **shape, SINKS=sinks is not None, MIN_CHUNK=min_chunk,
+            PREFIX_CHUNK=min_chunk, BLOCK_N=block_n, num_warps=4,
+        )  # fmt: skip

@@ -1,0 +1,62 @@
+"""RMS normalization with everything beside it that touches the residual stream."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _add_norm(
+    x, y, post_weight, weight, out, bad, width, x_stride, y_stride, out_stride, eps, scale,
+    HAS_Y: tl.constexpr, HAS_POST: tl.constexpr, HAS_OUT: tl.constexpr, CHECK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < width
+    values = tl.load(x + row * x_stride + at, inside, 0.0).to(tl.float32)
+    if HAS_Y:
+        added = tl.load(y + row * y_stride + at, inside, 0.0).to(tl.float32)
+        if HAS_POST:
+            shrink = tl.rsqrt(tl.sum(added * added, 0) / width + eps)
+            added = added * shrink * tl.load(post_weight + at, inside, 0.0).to(tl.float32)
+        rounded = (values + added * scale).to(x.dtype.element_ty)
+        tl.store(x + row * x_stride + at, rounded, inside)
+        values = rounded.to(tl.float32)
+    if HAS_OUT:
+        squares = tl.sum(values * values, 0)
+        normed = values * tl.rsqrt(squares / width + eps) * tl.load(weight + at, inside, 0.0).to(tl.float32)
+        tl.store(out + row * out_stride + at, normed.to(out.dtype.element_ty), inside)
+    if CHECK:
+        # The sum of a row is finite exactly if every entry is.
+        total = tl.sum(values, 0)
+        tl.store(bad + row, (tl.abs(total) < float("inf")).to(tl.int32) == 0)
+
+
+def add_norm(
+    x: torch.Tensor,
+    y: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    out: torch.Tensor | None,
+    eps: float,
+    *,
+    post_weight: torch.Tensor | None = None,
+    scale: float = 1.0,
+    bad: torch.Tensor | None = None,
+) -> None:
+    """x += scale * post(y) in place, then out = x / rms(x) * weight; rows [tokens, width], contiguous in the last dimension.
+
+    Without `y` nothing is added; `post_weight` normalizes y first (Gemma's second norms); without `weight` only the sum is
+    made. `bad` [tokens] int32 gets 1 for rows that are not finite.
+    """
+    tokens, width = x.shape
+    block = triton.next_power_of_2(width)
+    some = x if y is None else y
+    _add_norm[(tokens,)](
+        x, some, x if post_weight is None else post_weight, x if weight is None else weight,
+        x if out is None else out, x if bad is None else bad, width,
+        x.stride(0), some.stride(0), 0 if out is None else out.stride(0), eps, scale,
+        HAS_Y=y is not None, HAS_POST=post_weight is not None, HAS_OUT=weight is not None, CHECK=bad is not None,
+        BLOCK=block, num_warps=8 if block >= 4096 else 4 if block >= 1024 else 1,
+    )  # fmt: skip

@@ -1,0 +1,153 @@
+"""Attention of prompt chunks: FlashAttention's tiling over the keys of the cache, then over the chunk's own.
+
+A tile of BLOCK_M queries of one head walks its keys in blocks of BLOCK_N. Keys before the chunk are read through the block
+table; the chunk's own are still contiguous in the projection's output and are read there. Blocks wholly below the diagonal
+need no mask. Bound by the tensor cores for chunks of some hundred tokens and more.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from headrace.engine.kernels.decode import LOG2E, scored
+
+
+@triton.jit
+def _advance(q, k, v, seen, acc, top, total, scale, softcap, MASK: tl.constexpr, SOFTCAP: tl.constexpr):
+    """One block of keys k [dims, keys] and values v [keys, dims] into the online softmax."""
+    scores = tl.dot(q, k, input_precision="ieee")
+    if SOFTCAP:
+        scores = scored(scores, scale, softcap, SOFTCAP)
+        scale = 1.0
+    else:
+        scale = scale * LOG2E
+    if MASK:
+        scores = tl.where(seen, scores, float("-inf"))
+    best = tl.maximum(top, tl.max(scores, 1) * scale)
+    # A row that has seen nothing yet keeps -inf, whose differences would not be numbers.
+    base = tl.where(best == float("-inf"), 0.0, best) if MASK else best
+    shrink = tl.exp2(top - base)
+    weights = tl.exp2(scores * scale - base[:, None])
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    total = total * shrink + tl.sum(weights, 1)
+    return acc, best, total
+
+
+@triton.jit
+def _prefill(
+    qkv, out, kv, tables, chunks, tiles, sinks, scale, softcap, window, qkv_stride, table_stride, block_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr,
+    BT: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, EVEN_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    tile = tl.program_id(1)
+    chunk = tl.load(tiles + 2 * tile)
+    m0 = tl.load(tiles + 2 * tile + 1)
+    slot = tl.load(chunks + 4 * chunk).to(tl.int64)
+    start = tl.load(chunks + 4 * chunk + 1)
+    length = tl.load(chunks + 4 * chunk + 2)
+    row0 = tl.load(chunks + 4 * chunk + 3).to(tl.int64)
+    kv_head = head // GROUP
+    m = m0 + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, D_P)
+    d_inside = d < D
+    q_at = (row0 + m[:, None]) * qkv_stride + head * D + d[None, :]
+    q = tl.load(qkv + q_at, (m[:, None] < length) & d_inside[None, :], 0.0)
+    dtype = qkv.dtype.element_ty
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D_P], tl.float32)
+    oldest = 0
+    if WINDOW:
+        oldest = tl.maximum(start + m0 - window + 1, 0)
+
+    # Keys of earlier steps, in pages.
+    page_size = BT * D
+    for n0 in tl.range(oldest // BLOCK_N * BLOCK_N, start, BLOCK_N, num_stages=STAGES):
+        n = n0 + tl.arange(0, BLOCK_N)
+        there = n < start
+        if WINDOW:
+            there = there & (n >= oldest)
+        page = tl.load(tables + slot * table_stride + n // BT, there, 0).to(tl.int64)
+        at = page * block_stride + kv_head * page_size + (n % BT) * D
+        k = tl.load(kv + at[None, :] + d[:, None], there[None, :] & d_inside[:, None], 0.0)
+        v = tl.load(kv + KV_HEADS * page_size + at[:, None] + d[None, :], there[:, None] & d_inside[None, :], 0.0)
+        seen = there[None, :]
+        if WINDOW:
+            seen = seen & (n[None, :] > start + m[:, None] - window)
+        acc, top, total = _advance(q, k.to(dtype), v.to(dtype), seen, acc, top, total, scale, softcap, True, SOFTCAP)
+
+    # The chunk's own keys below the diagonal, contiguous.
+    k_base = qkv + row0 * qkv_stride + (HEADS + kv_head) * D
+    v_base = k_base + KV_HEADS * D
+    fresh = 0
+    if WINDOW:
+        fresh = tl.maximum(m0 - window + 1, 0) // BLOCK_N * BLOCK_N
+    for n0 in tl.range(fresh, m0, BLOCK_N, num_stages=STAGES):
+        n = n0 + tl.arange(0, BLOCK_N)
+        at = n.to(tl.int64) * qkv_stride
+        if EVEN_D:
+            k = tl.load(k_base + at[None, :] + d[:, None])
+            v = tl.load(v_base + at[:, None] + d[None, :])
+        else:
+            k = tl.load(k_base + at[None, :] + d[:, None], d_inside[:, None], 0.0)
+            v = tl.load(v_base + at[:, None] + d[None, :], d_inside[None, :], 0.0)
+        seen = n[None, :] >= 0
+        if WINDOW:
+            seen = n[None, :] > m[:, None] - window
+        acc, top, total = _advance(q, k, v, seen, acc, top, total, scale, softcap, WINDOW, SOFTCAP)
+
+    # The blocks that the diagonal crosses.
+    for n0 in tl.range(m0, tl.minimum(m0 + BLOCK_M, length), BLOCK_N, num_stages=1):
+        n = n0 + tl.arange(0, BLOCK_N)
+        at = n.to(tl.int64) * qkv_stride
+        there = n < length
+        k = tl.load(k_base + at[None, :] + d[:, None], there[None, :] & d_inside[:, None], 0.0)
+        v = tl.load(v_base + at[:, None] + d[None, :], there[:, None] & d_inside[None, :], 0.0)
+        seen = (n[None, :] <= m[:, None]) & there[None, :]
+        if WINDOW:
+            seen = seen & (n[None, :] > m[:, None] - window)
+        acc, top, total = _advance(q, k, v, seen, acc, top, total, scale, softcap, True, SOFTCAP)
+
+    if SINKS:
+        total += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2E - top)
+    target = out + (row0 + m[:, None]) * (HEADS * D) + head * D + d[None, :]
+    tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), (m[:, None] < length) & d_inside[None, :])
+
+
+def prefill_attention(
+    qkv: torch.Tensor,
+    out: torch.Tensor,
+    kv: torch.Tensor,
+    tables: torch.Tensor,
+    chunks: torch.Tensor,
+    tiles: torch.Tensor,
+    heads: int,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    block_m: int = 128,
+    block_n: int = 64,
+    num_warps: int = 8,
+    stages: int = 2,
+) -> None:
+    """out [tokens, heads * dim] for chunks of several sequences; rows of no chunk are left alone.
+
+    `qkv` [tokens, (heads + 2 kv_heads) * dim] after `rope_cache`. `chunks` [n, 4] int32: slot, first position, length, first
+    row. `tiles` [t, 2] int32: chunk and the first query of each tile of `block_m` (a multiple of `block_n`) queries.
+    """
+    _, _, kv_heads, block_tokens, dim = kv.shape
+    assert block_m % block_n == 0
+    dim_p = triton.next_power_of_2(dim)
+    _prefill[(heads, len(tiles))](
+        qkv, out, kv, tables, chunks, tiles, kv if sinks is None else sinks, scale, softcap or 0.0, window or 0,
+        qkv.stride(0), tables.stride(0), kv.stride(0),
+        HEADS=heads, KV_HEADS=kv_heads, GROUP=heads // kv_heads, D=dim, D_P=dim_p, BT=block_tokens,
+        WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None, EVEN_D=dim == dim_p,
+        BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, num_warps=num_warps,
+    )  # fmt: skip

@@ -1,0 +1,94 @@
+"""QK-norm, rotary embedding and the write into the paged cache, in one pass over the fused projection."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rotated(base, at, inside, norm, cos_sin, eps, D: tl.constexpr, ROPE_DIM: tl.constexpr, NORM: tl.constexpr):
+    """Heads at `base` (pointers [rows, 1] to their first element) normalized and rotated, fp32 [rows, dims].
+
+    `at` [1, dims]; `cos_sin` points at the row of one position: ROPE_DIM / 2 cosines, then as many sines. The partner of a
+    dimension is loaded a second time, which costs less than moving it between threads.
+    """
+    values = tl.load(base + at, inside, 0.0).to(tl.float32)
+    if NORM:
+        shrink = tl.rsqrt(tl.sum(values * values, 1) / D + eps)[:, None]
+        values = values * shrink * tl.load(norm + at, at < D, 0.0).to(tl.float32)
+    if ROPE_DIM > 0:
+        half: tl.constexpr = ROPE_DIM // 2
+        turning = at < ROPE_DIM
+        partner = tl.where(at < half, at + half, at - half)
+        other = tl.load(base + partner, inside & turning, 0.0).to(tl.float32)
+        if NORM:
+            other = other * shrink * tl.load(norm + partner, turning, 0.0).to(tl.float32)
+        pair = tl.where(at < half, at, at - half)
+        cos = tl.load(cos_sin + pair, turning, 1.0)
+        sin = tl.load(cos_sin + half + pair, turning, 0.0)
+        values = values * cos + tl.where(at < half, -other, other) * sin
+    return values
+
+
+@triton.jit
+def _rope_cache(
+    qkv, kv, tables, slots, positions, q_norm, k_norm, cos_sin, eps, qkv_stride, table_stride, block_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS_P: tl.constexpr, KV_HEADS_P: tl.constexpr, D: tl.constexpr,
+    D_P: tl.constexpr, BT: tl.constexpr, ROPE_DIM: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    position = tl.load(positions + row)
+    if slot >= 0:
+        at = tl.arange(0, D_P)[None, :]
+        turn = cos_sin + position.to(tl.int64) * ROPE_DIM
+        first = qkv + row * qkv_stride
+        head = tl.arange(0, HEADS_P)[:, None]
+        inside = (head < HEADS) & (at < D)
+        base = first + head * D
+        q = rotated(base, at, inside, q_norm, turn, eps, D, ROPE_DIM, NORM)
+        kv_head = tl.arange(0, KV_HEADS_P)[:, None]
+        kv_inside = (kv_head < KV_HEADS) & (at < D)
+        k_base = first + (HEADS + kv_head) * D
+        k = rotated(k_base, at, kv_inside, k_norm, turn, eps, D, ROPE_DIM, NORM).to(qkv.dtype.element_ty)
+        v = tl.load(first + (HEADS + KV_HEADS + kv_head) * D + at, kv_inside, 0.0)
+        tl.debug_barrier()  # partners were read from the places written now
+        tl.store(base + at, q.to(qkv.dtype.element_ty), inside)
+        tl.store(k_base + at, k, kv_inside)
+        block = tl.load(tables + slot * table_stride + position // BT)
+        if block >= 0:
+            target = kv + block.to(tl.int64) * block_stride + (kv_head * BT + position % BT) * D + at
+            tl.store(target, k.to(kv.dtype.element_ty), kv_inside)
+            tl.store(target + KV_HEADS * BT * D, v.to(kv.dtype.element_ty), kv_inside)
+
+
+def rope_cache(
+    qkv: torch.Tensor,
+    kv: torch.Tensor,
+    tables: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    heads: int,
+    *,
+    rope_dim: int,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    """Normalize and rotate queries and keys of `qkv` [tokens, (heads + 2 kv_heads) * dim] in place; store keys and values.
+
+    `kv` [blocks, 2, kv_heads, block_tokens, dim]; `tables` [slots, blocks of a sequence]; rows with slot -1 are left alone.
+    `cos_sin` fp32 [positions, rope_dim].
+    """
+    _, _, kv_heads, block_tokens, dim = kv.shape
+    tiles = triton.next_power_of_2(heads) * triton.next_power_of_2(dim)
+    _rope_cache[(len(qkv),)](
+        qkv, kv, tables, slots, positions, cos_sin if q_norm is None else q_norm, cos_sin if k_norm is None else k_norm,
+        cos_sin, eps, qkv.stride(0), tables.stride(0), kv.stride(0),
+        HEADS=heads, KV_HEADS=kv_heads, HEADS_P=triton.next_power_of_2(heads),
+        KV_HEADS_P=triton.next_power_of_2(kv_heads), D=dim, D_P=triton.next_power_of_2(dim), BT=block_tokens,
+        ROPE_DIM=rope_dim, NORM=q_norm is not None, num_warps=4 if tiles >= 1024 else 1,
+    )  # fmt: skip
