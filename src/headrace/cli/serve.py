@@ -33,12 +33,18 @@ def serve(
         list[str], typer.Option(help="Name that clients ask for; the first is reported back. May be repeated.")
     ] = [],  # noqa: B006
     api_key: Annotated[
-        list[str], typer.Option(envvar="HEADRACE_API_KEY", help="Key that clients must send. May be repeated.")
+        list[str],
+        typer.Option(help="Key that clients must send. May be repeated; HEADRACE_API_KEY adds more, comma-separated."),
     ] = [],  # noqa: B006
+    api_key_file: Annotated[Path | None, typer.Option(help="File with more keys, one a line.")] = None,
+    generation_config: Annotated[
+        bool, typer.Option(help="Take sampling that a request leaves unset from the model's generation_config.json.")
+    ] = True,
     chat_template: Annotated[
         Path | None, typer.Option(help="Jinja file to use instead of the model's template.")
     ] = None,
     max_waiting: Annotated[int, typer.Option(help="Sequences that may wait before clients get 429.")] = 512,
+    max_sequences: Annotated[int, typer.Option(help="Most sequences of one request: prompts times n.")] = 256,
     max_body_bytes: Annotated[int, typer.Option(help="Largest request body.")] = 8 * 2**20,
     request_limit_s: Annotated[float, typer.Option(help="Seconds after which a request ends with an error.")] = 1800.0,
     drain_s: Annotated[float, typer.Option(help="Seconds that running requests may take after SIGTERM.")] = 30.0,
@@ -50,6 +56,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API."""
     import logging
+    import os
 
     level = logging.getLevelName(log_level.upper())
     if not isinstance(level, int):
@@ -57,16 +64,21 @@ def serve(
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     from headrace.serve.config import SamplingDefaults, ServeConfig
+    from headrace.serve.keys import load_keys
     from headrace.spec.locate import locate
 
+    keys = load_keys(api_key, os.environ.get("HEADRACE_API_KEY"), api_key_file)
     files = locate(config.model, revision=config.revision)
     settings = ServeConfig(
         served_names=tuple(served_model_name) or (files.name,),
         eos_token_ids=files.spec().eos_token_ids,
-        sampling_defaults=SamplingDefaults.from_generation_config(files.generation_config()),
-        api_keys=tuple(api_key),
+        sampling_defaults=SamplingDefaults.from_generation_config(
+            files.generation_config() if generation_config else {}
+        ),
+        api_keys=keys,
         max_body_bytes=max_body_bytes,
         max_waiting=max_waiting,
+        max_sequences=max_sequences,
         request_limit_s=request_limit_s,
         drain_s=drain_s,
         cors_origins=tuple(cors_origin),
