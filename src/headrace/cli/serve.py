@@ -155,9 +155,9 @@ def _pages() -> Mapping[str, ASGIApp]:
 
     if find_spec("headrace.plan.web") is None:
         return {}
-    from headrace.plan.web import create_page  # type: ignore[import-not-found,unused-ignore]
+    from headrace.plan.web import app  # type: ignore[import-not-found,unused-ignore]
 
-    return {"/plan": create_page()}
+    return {"/plan": app()}
 
 
 def register(app: typer.Typer) -> None:
