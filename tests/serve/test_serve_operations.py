@@ -182,6 +182,7 @@ async def test_mounted_pages_are_open_and_beside_the_api(serve, tokenizer, templ
     )
     served.http._transport.app = app
     assert (await served.http.get("/plan/")).text == "the planner's page"
+    assert (await served.http.get("/plan", follow_redirects=True)).text == "the planner's page"
     assert (await served.http.get("/v1/models")).status_code == 401
     assert (await served.http.get("/planned")).status_code == 401
 

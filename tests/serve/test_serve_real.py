@@ -477,10 +477,10 @@ async def test_a_killed_engine_is_restarted_and_clients_get_an_error(talk, serve
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A server with room for little: 48 blocks and 4 sequences at a time."""
+    """A server with room for little: 56 blocks (896 tokens) and 4 sequences at a time."""
     process = ServerProcess(
         tmp_path_factory.mktemp("small") / "log",
-        *("--max-model-len", "512", "--num-blocks", "48", "--max-num-seqs", "4", "--max-waiting", "100"),
+        *("--max-model-len", "640", "--num-blocks", "56", "--max-num-seqs", "4", "--max-waiting", "100"),
     )
     yield process
     if process.process.poll() is None:
@@ -488,8 +488,8 @@ def small(tmp_path_factory):
 
 
 async def test_B65_preempted_requests_with_a_shared_prefix_finish_right(small, talk):
-    shared = LONG[:600]
-    prompts = [f"{shared} {i}:" for i in range(50)]
+    # four at a time need more than there is: 380 shared tokens, and 40 + 100 of each one's own
+    prompts = [LONG[:1800] + "".join(f" {i * k}" for k in range(10, 20)) for i in range(50)]
     fields = {"max_tokens": 100, "logprobs": 2, "ignore_eos": True}
     async with small.client() as http:
         cramped = await asyncio.gather(*(Talk(http).complete(p, **fields) for p in prompts))

@@ -127,7 +127,6 @@ def create_app(
         lifespan=lifespan,
         exception_handlers={HTTPException: _http_error, ApiError: _api_error, Exception: _api_error},
     )
-    app.router.redirect_slashes = False
     app.state.gate = gate
     app.state.metrics = metrics
     return app
