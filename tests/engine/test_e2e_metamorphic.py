@@ -17,6 +17,7 @@ import pytest
 
 from headrace import LLM, Completion, SamplingParams
 from headrace.control.api import FinishReason
+from headrace.control.step import StepPlan, StepResult
 
 pytestmark = pytest.mark.model
 TIE = 1e-3
@@ -188,4 +189,29 @@ def test_memory_stays_flat_over_many_requests(make: Make) -> None:
 
     warm = [serve() for _ in range(4)][-1]
     assert max(serve() for _ in range(4)) - warm < 8 * 2**20
+    assert llm.stats.free_blocks == llm.stats.total_blocks
+
+
+def test_a_request_whose_steps_raise_fails_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the real executor, which is reset and computes everyone else again: their answers are those of a calm run."""
+    llm = make(kv_bytes=64 * 2**20, max_model_len=128)
+    calm = llm.generate(PROMPTS, GREEDY)
+    executor = llm._engine._core.executor
+    honest = executor._step
+    marked: set[int] = set()
+
+    def trip(plan: StepPlan) -> StepResult:
+        marked.difference_update(plan.releases)
+        marked.update(init.slot for init in plan.inits if 31337 in init.token_ids)
+        if any(chunk.slot in marked and chunk.start > 8 for chunk in plan.chunks):
+            raise RuntimeError("the kernel tripped")
+        return honest(plan)
+
+    monkeypatch.setattr(executor, "_step", trip)
+    bad = [31337] * 8
+    answers = llm.generate([*PROMPTS[:3], bad, *PROMPTS[3:]], GREEDY)
+    assert answers[3].finish_reason is FinishReason.ERROR
+    assert "the kernel tripped" in (answers[3].error or "")
+    assert_same(calm, [*answers[:3], *answers[4:]])
+    assert_same(calm, llm.generate(PROMPTS, GREEDY))
     assert llm.stats.free_blocks == llm.stats.total_blocks

@@ -111,13 +111,14 @@ async def _serve(
     starting = asyncio.create_task(engine.start())
     try:
         tokenizer, template = await asyncio.to_thread(_texts, files, chat_template)
+        pages = await asyncio.to_thread(_pages)
         from headrace.serve.app import create_app
         from headrace.serve.server import run
 
         info = await starting
         if not settings.eos_token_ids:
             settings = replace(settings, eos_token_ids=tokenizer.eos_token_ids)
-        app = create_app(engine, tokenizer, template, settings, mounts=_pages())
+        app = create_app(engine, tokenizer, template, settings, mounts=pages)
         log.info(
             "serving %s (%s, weights %s, %s of KV pool) on http://%s:%d/v1",
             settings.served_names[0],
@@ -151,13 +152,9 @@ def _texts(files: ModelFiles, chat_template: Path | None) -> tuple[Tokenizer, Ch
 
 def _pages() -> Mapping[str, ASGIApp]:
     """Pages of other rooms that the server shows beside the API."""
-    from importlib.util import find_spec
+    from headrace.plan import web
 
-    if find_spec("headrace.plan.web") is None:
-        return {}
-    from headrace.plan.web import app  # type: ignore[import-not-found,unused-ignore]
-
-    return {"/plan": app()}
+    return {"/plan": web.app()}
 
 
 def register(app: typer.Typer) -> None:

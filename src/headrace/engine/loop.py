@@ -2,8 +2,9 @@
 
 A step that fails as a whole (its executor raised) says nothing about who is at fault, and leaves every slot undefined.
 So everything in flight is withdrawn, running requests go back to waiting (they are computed again, with the same
-results, since a request's random stream depends on its seed alone), and those that took part in the failed step run
-their next step one at a time. One that fails alone is at fault and ends with an error; one that does not is cleared.
+results, since a request's random stream depends on its seed alone), and those that took part in the failed step make
+their next `PROBATION_TOKENS` tokens one at a time. One that fails alone is at fault and ends with an error; one that does
+not is cleared. A fault that shows only in company is never pinned on anyone, but each round brings everyone forward.
 When `MAX_FAILURES_IN_A_ROW` steps fail with none succeeding between, the executor itself is broken and the loop ends with
 `EngineDead`; its supervisor starts a new process.
 """
@@ -40,6 +41,8 @@ from headrace.engine.streams import ending
 log = logging.getLogger("headrace.engine")
 
 MAX_FAILURES_IN_A_ROW = 4
+# The first token comes from a step that computes all tokens again, the second from one like those that failed.
+PROBATION_TOKENS = 2
 
 
 class Inbox(Protocol):
@@ -81,6 +84,8 @@ class EngineLoop:
         self._live: set[str] = set()
         self._slots: dict[int, str] = {}
         self._suspects: deque[str] = deque()
+        self._cleared = 0
+        """Tokens that the first suspect has made alone."""
         self._failures_in_a_row = 0
         self._stop_at_s: float | None = None
 
@@ -156,13 +161,19 @@ class EngineLoop:
         self._failures_in_a_row = 0
         outputs = self._scheduler.commit(flight.plan, result)
         if self._suspects and any(output.request_id == self._suspects[0] for output in outputs):
-            self._suspects.popleft()  # it has made a token, or its own ending: not what broke the step
+            self._cleared += 1
+            if self._cleared == PROBATION_TOKENS:
+                self._next_suspect()
         return outputs
+
+    def _next_suspect(self) -> None:
+        self._suspects.popleft()
+        self._cleared = 0
 
     def _suspect(self) -> str | None:
         """The request to be run alone, if any; those that ended meanwhile are passed over."""
         while self._suspects and self._suspects[0] not in self._live:
-            self._suspects.popleft()
+            self._next_suspect()
         return self._suspects[0] if self._suspects else None
 
     def _recover(self, request_ids: tuple[str, ...], error: Exception) -> list[Output]:
@@ -177,7 +188,7 @@ class EngineLoop:
         self._executor.reset()
         self._scheduler.withdraw()
         if len(request_ids) > 1:
-            self._suspects = deque(request_ids)
+            self._suspects, self._cleared = deque(request_ids), 0
             return []
         output = self._scheduler.abort(request_ids[0])
         if output is None or output.finish is None:  # it was aborted while its step ran
