@@ -8,10 +8,28 @@ from headrace.base.errors import InvalidInput
 from headrace.base.units import GB, GIB
 from headrace.spec import hardware
 
-IDS = (
-    "t4-16 l4-24 a10g-24 a40-48 rtx-3090-24 rtx-4090-24 rtx-5090-32 rtx-pro-6000-96 l40s-48 a100-sxm-40 a100-sxm-80 "
-    "h100-pcie-80 h100-sxm-80 h200-sxm-141 b200-sxm-180 gb200-192 b300-sxm-288 mi300x-192 mi325x-256 mi355x-288"
-).split()
+IDS = [
+    "t4-16",
+    "l4-24",
+    "a10g-24",
+    "a40-48",
+    "rtx-3090-24",
+    "rtx-4090-24",
+    "rtx-5090-32",
+    "rtx-pro-6000-96",
+    "l40s-48",
+    "a100-sxm-40",
+    "a100-sxm-80",
+    "h100-pcie-80",
+    "h100-sxm-80",
+    "h200-sxm-141",
+    "b200-sxm-180",
+    "gb200-192",
+    "b300-sxm-288",
+    "mi300x-192",
+    "mi325x-256",
+    "mi355x-288",
+]
 
 
 def test_all_twenty_are_there():

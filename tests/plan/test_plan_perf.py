@@ -1,0 +1,238 @@
+"""Latency, throughput and dollars: limits, monotony, conservation of time, speculation, and the search."""
+
+import math
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.base.errors import InvalidInput
+from headrace.plan.closed_loop import closed_loop
+from headrace.plan.costs.roofline import efficiency, step_seconds
+from headrace.plan.costs.work import rank_model, step_work
+from headrace.plan.deployment import Inputs, resolve
+from headrace.plan.economics import fleet, query_cost
+from headrace.plan.fit import fit
+from headrace.plan.perf import perf, prediction, ridge_flops_per_byte
+from headrace.plan.search import Need, rank, tornado
+from headrace.plan.workload import traffic
+from headrace.spec import hardware
+from headrace.spec.accounting import Span
+from headrace.spec.workload import Slo, preset
+
+MODELS = ["llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b", "qwen3.5-27b", "deepseek-v2-lite"]
+GPUS = ["a100-sxm-80", "h100-sxm-80", "h200-sxm-141", "b200-sxm-180", "mi300x-192", "l40s-48"]
+ENGINES = ["vllm", "sglang", "headrace"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    model=st.sampled_from(MODELS),
+    gpu=st.sampled_from(GPUS),
+    engine=st.sampled_from(ENGINES),
+    concurrency=st.integers(1, 64),
+    isl=st.integers(16, 8000),
+    osl=st.integers(2, 2000),
+)
+def test_times_grow_with_load_and_length_and_never_beat_the_roof(model, gpu, engine, concurrency, isl, osl):
+    base = Inputs(model=model, gpu=gpu, engine=engine, isl=isl, osl=osl, concurrency=concurrency, weights="bf16")
+    if gpu == "l40s-48":
+        base = msgspec.structs.replace(base, n_gpus=2, tp=2)
+    one = perf(base)
+    assert math.isfinite(one.ttft_ms.value)
+    for figure in (one.ttft_ms, one.tpot_ms, one.output_tokens_per_s_per_gpu):
+        assert 0 < figure.low <= figure.value <= figure.high
+    busier = perf(msgspec.structs.replace(base, concurrency=concurrency * 2))
+    assert busier.tpot_ms.value >= one.tpot_ms.value * 0.999
+    longer = perf(msgspec.structs.replace(base, isl=isl * 2))
+    assert longer.ttft_ms.value >= one.ttft_ms.value * 0.999
+    t = traffic(resolve(base))
+    moved = t.loop.decode.gemm_bytes + t.loop.decode.expert_bytes + t.loop.decode.decode_attention_bytes
+    assert sum(one.decode_ms.values()) / 1e3 > moved / t.peaks.bandwidth
+
+
+def test_time_is_conserved_in_a_closed_loop():
+    d = resolve(Inputs(model="llama-3.1-8b", gpu="h100-sxm-80", isl=2048, osl=512, concurrency=32))
+    t = traffic(d)
+    e = efficiency({}, "vllm", "hopper", "bf16")
+    times = closed_loop(t.loop, t.peaks, e)
+    gaps = 511
+    waited = times.ttft_s - e.prompt_s - 0.5 * times.decode_s - times.prompt_s
+    held = times.tpot_s * gaps - times.decode_s * gaps
+    # All prefills of the others are paid either before the first token or between tokens.
+    assert waited + held == pytest.approx(31 * times.prompt_s, rel=0.02)
+
+
+def test_requests_beyond_memory_wait():
+    inputs = Inputs(model="llama-3.1-70b", gpu="h200-sxm-141", weights="fp8", isl=8192, osl=1024, engine="vllm")
+    d = resolve(inputs)
+    room = fit(inputs, 8192 + 512).max_users
+    light, heavy = (perf(msgspec.structs.replace(inputs, concurrency=c)) for c in (room // 2, room * 2))
+    assert light.waiting == 0
+    assert heavy.running + heavy.waiting == room * 2
+    assert heavy.running == pytest.approx(room, abs=2)
+    assert heavy.ttft_ms.value > 20 * light.ttft_ms.value
+    assert d.replicas == 1
+
+
+def test_speculation_pays_where_it_is_accepted():
+    base = Inputs(model="llama-3.1-8b", gpu="h100-sxm-80", isl=512, osl=256, concurrency=1)
+    plain = perf(base)
+    good = perf(msgspec.structs.replace(base, draft_tokens=4, acceptance=0.8))
+    bad = perf(msgspec.structs.replace(base, draft_tokens=4, acceptance=0.0))
+    assert good.tokens_per_step == pytest.approx(3.3616)
+    assert good.tpot_ms.value < plain.tpot_ms.value / 2
+    assert bad.tpot_ms.value >= plain.tpot_ms.value
+
+
+def test_prefix_hits_shorten_the_prompt():
+    base = Inputs(model="llama-3.1-8b", gpu="h100-sxm-80", isl=8000, osl=64, concurrency=8)
+    assert perf(msgspec.structs.replace(base, prefix_hit_rate=0.9)).ttft_ms.value < perf(base).ttft_ms.value / 2
+
+
+def test_tensor_parallel_is_faster_but_not_free():
+    base = Inputs(model="llama-3.1-70b", gpu="h100-sxm-80", weights="fp8", isl=1024, osl=256, concurrency=8)
+    two, eight = (perf(msgspec.structs.replace(base, n_gpus=n, tp=n)) for n in (2, 8))
+    assert eight.tpot_ms.value < two.tpot_ms.value
+    assert eight.output_tokens_per_s_per_gpu.value < two.output_tokens_per_s_per_gpu.value
+
+
+def test_replicas_share_the_load():
+    base = Inputs(model="llama-3.1-8b", gpu="h100-sxm-80", isl=512, osl=128)
+    one = perf(msgspec.structs.replace(base, concurrency=8))
+    four = perf(msgspec.structs.replace(base, n_gpus=4, tp=1, concurrency=32))
+    assert four.tpot_ms.value == pytest.approx(one.tpot_ms.value)
+    assert four.output_tokens_per_s.value == pytest.approx(4 * one.output_tokens_per_s.value)
+
+
+def test_a_long_prompt_costs_more_than_in_proportion():
+    m = rank_model(resolve(Inputs(model="llama-3.1-8b", gpu="h100-sxm-80")))
+    short, long = (step_work(m, prefill=[Span(0, n)]) for n in (2048, 32768))
+    assert long.prefill_attention_flops > 200 * short.prefill_attention_flops
+    assert long.gemm16_flops == pytest.approx(16 * short.gemm16_flops, rel=0.01)
+
+
+def test_a_step_without_work_takes_only_fixed_time():
+    d = resolve(Inputs(model="llama-3.1-8b", gpu="h100-sxm-80", isl=8, osl=8, concurrency=1))
+    m, t, e = rank_model(d), traffic(d), efficiency({}, "vllm", "hopper", "bf16")
+    assert step_seconds(step_work(m), t.peaks, e) == pytest.approx(e.step_s + 32 * e.layer_s)
+
+
+def test_the_ridge_of_an_h100():
+    assert ridge_flops_per_byte(hardware.find("h100-sxm-80"), "bf16") == pytest.approx(295, rel=0.01)
+
+
+def test_far_from_any_measurement_the_grade_says_so():
+    near = perf(Inputs(model="llama-3.1-8b", gpu="h100-sxm-80", isl=512, osl=64, concurrency=4))
+    far = perf(Inputs(model="llama-3.1-8b", gpu="t4-16", weights="int4", isl=512, osl=64, concurrency=4))
+    assert near.tpot_ms.grade == "fitted"
+    assert far.tpot_ms.grade == "guess"
+    assert far.tpot_ms.high / far.tpot_ms.low > near.tpot_ms.high / near.tpot_ms.low
+
+
+def test_dollars_follow_price_and_rate():
+    base = Inputs(model="llama-3.1-8b", gpu="h100-sxm-80", isl=512, osl=128, concurrency=16, gpu_price_usd_h=3.6)
+    p = perf(base)
+    usd = p.usd_per_million_output_tokens
+    assert usd.value == pytest.approx(1000 / p.output_tokens_per_s_per_gpu.value)
+    assert usd.low < usd.value < usd.high
+    assert (
+        perf(msgspec.structs.replace(base, gpu="mi355x-288", gpu_price_usd_h=None)).usd_per_million_output_tokens
+        is None
+    )
+
+
+def test_the_shared_prediction_type_carries_both_halves():
+    found = prediction(Inputs(model="llama-3.1-8b", gpu="h100-sxm-80", isl=512, osl=128, concurrency=4))
+    assert found.tpot_ms.value > 0
+    assert found.weights_bytes.grade == "exact"
+
+
+def test_costs_of_a_conversation():
+    cost = query_cost(1.0, 4.0, 1000, 500, turns=3)
+    assert cost.usd_per_query == pytest.approx((1000 + 2000) / 1e6)
+    assert cost.usd_per_conversation == pytest.approx(3 * 0.003 + (1500 + 3000) / 1e6)
+    assert cost.usd_per_conversation_with_prefix_cache == pytest.approx(0.009)
+
+
+def test_a_fleet_has_one_to_spare():
+    found = fleet(10.0, 100, 500.0, 2, 3.0)
+    assert found.instances == 3 + 1  # 1,000 tok/s at 80 % of 500 each, and a spare
+    assert found.gpus == 8
+    assert found.usd_per_hour == 24
+    assert found.utilisation == pytest.approx(10 / 15)
+    with pytest.raises(InvalidInput, match="rate"):
+        fleet(0, 100, 500.0, 2, 3.0)
+
+
+@pytest.fixture(scope="module")
+def ranking():
+    need = Need.from_preset(
+        "llama-3.1-70b",
+        preset("premium-chat"),
+        gpus=("h100-sxm-80", "l4-24", "mi355x-288", "a100-sxm-40"),
+        counts=(1, 2, 4),
+        weights=("auto", "fp8"),
+        rate_rps=2.0,
+    )
+    return rank(need)
+
+
+def test_candidates_meet_the_service_levels_cheapest_first(ranking):
+    assert ranking.candidates
+    slo = ranking.need.slo
+    priced = [c for c in ranking.candidates if c.usd_per_million_output_tokens]
+    assert [c.usd_per_million_output_tokens.value for c in priced] == sorted(
+        c.usd_per_million_output_tokens.value for c in priced
+    )
+    for c in ranking.candidates:
+        assert slo.met(c.ttft_ms.value, c.tpot_ms.value)
+        assert c.fleet.instances >= 2
+        inputs = Inputs(
+            model="llama-3.1-70b", gpu=c.gpu, n_gpus=c.gpus, tp=c.tp, weights=c.weights, kv=c.kv, max_model_len=1536
+        )
+        assert fit(inputs, 1536).max_users >= c.concurrency
+
+
+def test_cost_of_a_query_adds_up_to_the_bill(ranking):
+    c = next(c for c in ranking.candidates if c.cost)
+    assert c.cost.usd_per_query == pytest.approx(512 * c.usd_per_million_output_tokens.value / 1e6, rel=0.01)
+
+
+def test_a_card_without_a_price_is_ranked_last_and_said(ranking):
+    unpriced = [c for c in ranking.candidates if c.usd_per_million_output_tokens is None]
+    assert unpriced
+    assert list(ranking.candidates[-len(unpriced) :]) == unpriced
+    assert any("mi355x-288" in note for note in ranking.notes)
+
+
+def test_every_rejection_has_a_reason_and_a_way_out(ranking):
+    assert ranking.rejected
+    for r in ranking.rejected:
+        assert r.reason
+        assert r.change
+    small = next(r for r in ranking.rejected if r.gpu == "a100-sxm-40" and r.gpus == 1 and r.weights == "auto")
+    assert "weights take 141 GB" in small.reason
+    assert small.change == "take 4 GPUs (--gpus 4 --tp 4)"
+    assert fit(Inputs(model="llama-3.1-70b", gpu="a100-sxm-40", n_gpus=4, tp=4, max_model_len=1536), 1536).fits
+
+
+def test_nothing_can_meet_the_impossible():
+    need = Need(model="llama-3.1-70b", isl=1024, osl=128, slo=Slo(1, 0.1), gpus=("h100-sxm-80",), counts=(4,))
+    found = rank(need)
+    assert not found.candidates
+    assert "relax" in found.rejected[0].change or "GPUs" in found.rejected[0].change
+
+
+def test_a_wrong_model_is_an_error_not_a_rejection():
+    with pytest.raises(InvalidInput):
+        rank(Need(model="llama-9", isl=1, osl=1, slo=Slo()))
+
+
+def test_the_price_of_the_gpu_is_in_the_tornado():
+    swings = tornado(Inputs(model="llama-3.1-8b", gpu="h100-sxm-80", isl=1024, osl=256, concurrency=16))
+    sizes = [abs(s.high - s.low) for s in swings]
+    assert sizes == sorted(sizes, reverse=True)
+    price = next(s for s in swings if s.what == "GPU price")
+    assert price.high / price.low == pytest.approx(12.29 / 1.99)
