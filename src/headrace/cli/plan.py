@@ -396,14 +396,18 @@ def report(
 
 def validate(
     points: Annotated[Path, typer.Argument(help="CSV of measured points", show_default=False)],
+    markdown: Annotated[bool, typer.Option("--markdown", help="print the tables of the documentation")] = False,
     as_json: JSON = False,
 ) -> None:
     """Score the planner on measured runs. Rows that the calibration used are predicted without their model family."""
-    from headrace.plan.validate import validate_file
+    from headrace.plan.validate import error_table, validate_file
 
     found = validate_file(points)
     if as_json:
         _print(found)
+        return
+    if markdown:
+        print(error_table(found))
         return
     memory = found["memory"]
     print(f"memory: {memory['answered']}/{memory['n']} answered, median error {memory['median_error']}, ", end="")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +169,27 @@ def _memory(points: Sequence[Point], predicted: Sequence[Predicted], worst: list
         "wrong_fit_ids": wrong,
         "by_quantity": by_quantity,
     }
+
+
+def error_table(report: Mapping[str, Any]) -> str:
+    """The scores as the Markdown table of the documentation."""
+    memory = report["memory"]
+    lines = [
+        "| what | rows | answered | median error | mean error (MAPE) | 90 % interval covers |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, label in (("weights", "weights"), ("kv_gib", "KV pool, GiB"), ("kv_tokens", "KV pool, tokens")):
+        q = memory["by_quantity"][name]
+        lines.append(f"| {label} | {q['n']} | {q['answered']} | {q['median_error']:.1%} | | |")
+    for name, label in (("ttft", "TTFT"), ("tpot", "time per token"), ("throughput", "throughput at saturation")):
+        m = report[name]
+        lines.append(
+            f"| {label} | {m['n']} | {m['answered']} | {m['median']:.1%} | {m['mape']:.1%} | {m['coverage90']:.1%} |"
+        )
+    lines += ["", "| family left out | TTFT MAPE | time per token MAPE | throughput MAPE |", "|---|---|---|---|"]
+    for family, errors in report["by_family"].items():
+        cells = [
+            f"{errors[name]['mape']:.1%} ({errors[name]['n']})" if name in errors else "" for name, _, _ in METRICS
+        ]
+        lines.append(f"| {family} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)

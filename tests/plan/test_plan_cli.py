@@ -1,0 +1,167 @@
+"""`headrace plan` as a command: JSON contract, exit codes, and no torch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.main import main
+
+POINTS = Path(__file__).parent / "data" / "validation_points.csv"
+
+
+def run(capsys, *arguments):
+    """Exit code, stdout and stderr of the command run in this process."""
+    code = 0
+    try:
+        main(["plan", *arguments])
+    except SystemExit as stop:
+        code = stop.code or 0
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_fit_contract(capsys):
+    code, out, _ = run(
+        capsys, "fit", "mistral-7b", "--gpu", "h100-sxm-80", "--gpus", "1", "--tp", "1", "--weights", "bf16", "--kv",
+        "bf16", "--context", "8192", "--engine", "vllm", "--memory-fraction", "0.9", "--max-batched-tokens", "8192",
+        "--json",
+    )  # fmt: skip
+    assert code == 0
+    found = json.loads(out)
+    assert found["fits"] is True
+    assert found["kv_bytes_per_token"] == 131_072
+    assert {
+        "limit", "weights_bytes", "kv_fixed_bytes_per_request", "activation_bytes", "overhead_bytes", "kv_pool_bytes",
+        "kv_pool_tokens", "max_users",
+    } <= set(found)  # fmt: skip
+    assert "explain" not in found
+
+
+def test_fit_explains(capsys):
+    code, out, _ = run(
+        capsys, "fit", "deepseek-v3", "--gpu", "h200-sxm-141", "--gpus", "8", "--explain", "--users", "4"
+    )
+    assert code == 0
+    assert "latent layers" in out
+    assert "longest context for 4 users" in out
+
+
+def test_fit_says_no(capsys):
+    code, out, _ = run(capsys, "fit", "llama-3.1-70b", "--gpu", "a100-sxm-40", "--json")
+    assert code == 0
+    assert json.loads(out)["fits"] is False
+
+
+def test_perf_contract(capsys):
+    code, out, err = run(
+        capsys, "perf", "gpt-oss-120b", "--gpu", "h100-sxm-80", "--gpus", "4", "--tp", "4", "--ep", "4", "--weights",
+        "mxfp4", "--kv", "bf16", "--engine", "vllm", "--isl", "1024", "--osl", "1024", "--concurrency", "16", "--json",
+    )  # fmt: skip
+    assert code == 0
+    found = json.loads(out)
+    for name in ("ttft_ms", "tpot_ms", "output_tokens_per_s_per_gpu", "usd_per_million_output_tokens"):
+        assert set(found[name]) == {"value", "low", "high", "grade"}
+        assert found[name]["low"] <= found[name]["value"] <= found[name]["high"]
+    assert "price" in err  # the staleness warning is a log line, not part of the answer
+
+
+def test_rank_contract(capsys):
+    code, out, _ = run(
+        capsys, "rank", "llama-3.1-8b", "--preset", "premium-chat", "--gpu", "h100-sxm-80", "--gpu", "t4-16",
+        "--gpus", "1", "--price", "h100=2.5", "--json",
+    )  # fmt: skip
+    assert code == 0
+    found = json.loads(out)
+    assert found["candidates"][0]["gpu"] == "h100-sxm-80"
+    assert all(r["reason"] and r["change"] for r in found["rejected"])
+
+
+def test_simulate(capsys):
+    code, out, _ = run(
+        capsys, "simulate", "llama-3.1-8b", "--requests", "12", "--isl", "200", "--osl", "8", "--arrivals", "poisson",
+        "--rate", "5", "--ttft-ms", "500", "--json",
+    )  # fmt: skip
+    assert code == 0
+    assert json.loads(out)["requests"] == 12
+
+
+def test_validate_contract(capsys, tmp_path):
+    lines = POINTS.read_text().splitlines()
+    small = tmp_path / "points.csv"
+    small.write_text("\n".join(lines[:60]) + "\n")
+    code, out, _ = run(capsys, "validate", str(small), "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert {"n", "answered", "median_error", "wrong_fit", "by_quantity"} <= set(found["memory"])
+    assert {"weights", "kv_gib", "kv_tokens"} == set(found["memory"]["by_quantity"])
+    for name in ("ttft", "tpot", "throughput"):
+        assert {"n", "answered", "mape", "median", "coverage90"} == set(found[name])
+    assert isinstance(found["unknown_models"], list)
+    assert isinstance(found["worst"], list)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("fit", "llama-9"), "llama-9"),
+        (("fit", "llama-3.1-8b", "--gpu", "h900"), "h900"),
+        (("fit", "llama-3.1-8b", "--memory-fraction", "3"), "memory_fraction"),
+        (("fit", "llama-3.1-8b", "--users", "0"), "users"),
+        (("perf", "llama-3.1-8b", "--isl", "0"), "isl"),
+        (("perf", "llama-3.1-8b", "--acceptance", "1"), "acceptance"),
+        (("rank", "llama-3.1-8b", "--preset", "luxury"), "luxury"),
+        (("rank", "llama-3.1-8b", "--price", "h100"), "price"),
+        (("simulate", "llama-3.1-8b", "--arrivals", "never"), "arrivals"),
+        (("validate", "/nowhere.csv"), "nowhere"),
+    ],
+)
+def test_bad_input_is_exit_code_two_with_the_field(capsys, arguments, named):
+    code, out, err = run(capsys, *arguments, *(("--json",) if arguments[0] != "refit" else ()))
+    assert code == 2
+    assert out == ""
+    assert named in err
+
+
+def test_catalogs_are_listed(capsys):
+    code, out, _ = run(capsys, "gpus")
+    assert code == 0
+    assert "mi355x-288" in out
+    code, out, _ = run(capsys, "models", "--json")
+    assert "deepseek-r1" in json.loads(out)
+
+
+def test_planning_loads_no_torch():
+    program = """
+import sys
+from headrace.cli.main import main
+try:
+    main(["plan", "perf", "llama-3.1-8b", "--concurrency", "2", "--json"])
+except SystemExit:
+    pass
+print([m for m in sys.modules if m.split(".")[0] in ("torch", "transformers")], file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.strip().endswith("[]")
+
+
+def test_calibrate_writes_an_entry(capsys, tmp_path, monkeypatch):
+    from headrace.plan import ceilings
+
+    monkeypatch.setenv("HEADRACE_DATA", str(tmp_path))
+    monkeypatch.setattr(ceilings, "SIZE_BYTES", 2**20)
+    monkeypatch.setattr(ceilings, "SIDE", 64)
+    monkeypatch.setattr(ceilings, "_torch_flops", lambda seconds: 0.0)
+    code = 0
+    try:
+        main(["calibrate", "--seconds", "0.01", "--json"])
+    except SystemExit as stop:
+        code = stop.code or 0
+    assert code == 0
+    assert json.loads(capsys.readouterr().out)["bandwidth_gbs"] > 0
+    assert (tmp_path / "gpus" / "cpu.toml").is_file()
+    code, out, _ = run(capsys, "fit", "smollm2-135m", "--gpu", "cpu", "--engine", "llama-cpp", "--json")
+    assert json.loads(out)["fits"] is True
