@@ -38,6 +38,13 @@ Format format_of(int codes, int scales, int zero) {
   const Format f{(Codes)codes, (Scales)scales, zero};
   const bool floats = codes <= 2;
   require(floats == (f.scales == Scales::none), "format: float codes have no scales, integer codes need them");
+  const Codes c = f.codes;
+  bool known = floats;
+  if (f.scales == Scales::plain) known = c == Codes::u4 || c == Codes::u5 || c == Codes::s8;
+  if (f.scales == Scales::min || f.scales == Scales::kmin) known = c == Codes::u4 || c == Codes::u5;
+  if (f.scales == Scales::k16) known = c == Codes::u6;
+  require(known, "format: these codes do not go with these scales");
+  require(zero == zero_of(f.codes, f.scales), "format: another zero point belongs to it");
   return f;
 }
 
@@ -289,7 +296,7 @@ NB_MODULE(_native, mod) {
           for (int64_t j = 0; j < m.m.k; j++) out.data()[i * m.m.k + j] = weight_at(m.m, i, j);
       }, nb::arg("out").noconvert(), "Write the exact values, [n][k].");
 
-  mod.def("packed_bytes", [](int codes, int scales, int64_t n, int64_t k) { return shape(format_of(codes, scales, 0), n, k).bytes(); });
+  mod.def("packed_bytes", [](int codes, int scales, int64_t n, int64_t k) { return shape(format_of(codes, scales, zero_of((Codes)codes, (Scales)scales)), n, k).bytes(); });
   mod.def("natural_format", [](int source) {
     require(source_known(source), "source: unknown type");
     const Format f = natural_format((Source)source);
@@ -325,14 +332,9 @@ NB_MODULE(_native, mod) {
       for (int64_t t = 0; t < m.m.tiles; t++) k->gemm_f(m.m, t, x.data(), m.m.k, rows, out.data() + t * kTile, out.shape(1));
       return;
     }
-    std::vector<int8_t> codes(rows * groups * kGroup);
-    std::vector<float> scales(rows * groups), weighted(rows * groups);
-    std::vector<int32_t> sums(rows * groups), half(rows * groups);
-    QRows q{rows, groups, codes.data(), scales.data(), sums.data(), half.data(), weighted.data()};
-    for (int64_t r = 0; r < rows; r++) {
-      const int64_t at = r * groups;
-      k->quantize(x.data() + r * m.m.k, m.m.k, q.codes + at * kGroup, q.scales + at, q.sums + at, q.half_sums + at, q.weighted + at);
-    }
+    std::vector<QGroup> data(rows * groups);
+    const QRows q{rows, groups, data.data()};
+    for (int64_t r = 0; r < rows; r++) k->quantize(x.data() + r * m.m.k, m.m.k, q.row(r));
     for (int64_t t = 0; t < m.m.tiles; t++) k->gemm_q(m.m, t, q, 0, rows, out.data() + t * kTile, out.shape(1));
   }, nb::arg("matrix"), nb::arg("x").noconvert(), nb::arg("out").noconvert(), nb::arg("kernels") = "auto", nb::arg("exact") = false,
      "One product, for tests: out[rows][tiles * 16].");

@@ -77,10 +77,11 @@ inline __m256 half_s8(const uint8_t* p, int half) { return _mm256_cvtepi32_ps(_m
 
 template <Codes C, Scales S, int R>
 static void rows_of(const Matrix& m, const uint8_t* tile, int half, const QRows& x, int64_t row0, float* out, int64_t ldo) {
-  const int zero_point = m.format.zero;
+  const auto shifted = [](int32_t sum) { return _mm256_slli_epi32(_mm256_set1_epi32(sum), std::max(zero_shift(C, S), 0)); };
   __m256 acc[R];
   for (auto& a : acc) a = _mm256_setzero_ps();
   const int64_t groups = m.groups;
+  const QGroup* first = x.row(row0);
   for (int64_t g = 0; g < groups; g++) {
     const uint8_t* s = m.group(tile, g);
     const uint8_t* q = s + group_scale_bytes(S);
@@ -103,19 +104,19 @@ static void rows_of(const Matrix& m, const uint8_t* tile, int half, const QRows&
       d1 = _mm256_mul_ps(top, half_s8(s + 16, half));
     }
     for (int r = 0; r < R; r++) {
-      const int64_t i = (row0 + r) * groups + g;
-      const int8_t* xr = x.codes + i * kGroup;
-      const __m256 xs = _mm256_set1_ps(x.scales[i]);
+      const QGroup& xg = first[r * groups + g];
+      const int8_t* xr = xg.codes;
+      const __m256 xs = _mm256_set1_ps(xg.scale);
       if constexpr (S == Scales::k16) {
-        const __m256i a = _mm256_sub_epi32(dot<C>(w, xr, 0, 4), _mm256_set1_epi32(zero_point * x.half_sums[i]));
-        const __m256i b = _mm256_sub_epi32(dot<C>(w, xr, 4, 8), _mm256_set1_epi32(zero_point * (x.sums[i] - x.half_sums[i])));
+        const __m256i a = _mm256_sub_epi32(dot<C>(w, xr, 0, 4), shifted(xg.half_sum));
+        const __m256i b = _mm256_sub_epi32(dot<C>(w, xr, 4, 8), shifted(xg.sum - xg.half_sum));
         acc[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(a), _mm256_mul_ps(d, xs), acc[r]);
         acc[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(b), _mm256_mul_ps(d1, xs), acc[r]);
       } else {
         __m256i a = dot<C>(w, xr, 0, 8);
-        if constexpr (S == Scales::plain && C != Codes::s8) a = _mm256_sub_epi32(a, _mm256_set1_epi32(zero_point * x.sums[i]));
+        if constexpr (zero_shift(C, S) >= 0) a = _mm256_sub_epi32(a, shifted(xg.sum));
         acc[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(a), _mm256_mul_ps(d, xs), acc[r]);
-        if constexpr (S == Scales::min || S == Scales::kmin) acc[r] = _mm256_fmadd_ps(mn, _mm256_set1_ps(x.weighted[i]), acc[r]);
+        if constexpr (S == Scales::min || S == Scales::kmin) acc[r] = _mm256_fmadd_ps(mn, _mm256_set1_ps(xg.weighted), acc[r]);
       }
     }
   }

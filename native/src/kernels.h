@@ -62,9 +62,9 @@ constexpr int64_t kSegment = 512;
 
 struct Kernels {
   const char* name;
-  // x[k] -> int8 codes in groups of 32 (k padded with zeros to whole groups), scale per group, sums. NaN or infinity in a
-  // group makes its scale NaN, so that a broken row stays visibly broken.
-  void (*quantize)(const float* x, int64_t k, int8_t* codes, float* scales, int32_t* sums, int32_t* half_sums, float* weighted);
+  // x[k] -> groups of 32 (k padded with zeros to whole groups). NaN or infinity in a group makes its scale NaN, so that a
+  // broken row stays visibly broken.
+  void (*quantize)(const float* x, int64_t k, QGroup* out);
   // out[row * ldo + lane] for 16 outputs of a tile and `rows` rows. Each (row, output) is accumulated over groups in
   // ascending order whatever `rows` is: a row's result does not depend on its batch mates.
   void (*gemm_q)(const Matrix& m, int64_t tile, const QRows& x, int64_t row0, int64_t rows, float* out, int64_t ldo);

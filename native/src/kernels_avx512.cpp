@@ -40,13 +40,14 @@ inline void load_lines(const uint8_t* q, __m512i* w) {
 
 template <Codes C, Scales S, int R>
 static void rows_of(const Matrix& m, const uint8_t* tile, const QRows& x, int64_t row0, float* out, int64_t ldo) {
-  constexpr int flipped = C == Codes::s8 ? 128 : 0;
-  const int zero_point = m.format.zero + flipped;  // added to the codes by the format or by load_lines
+  // Added to the codes by the format or by load_lines.
+  constexpr int shift = C == Codes::s8 ? 7 : std::max(zero_shift(C, S), 0);
+  constexpr bool zeroed = C == Codes::s8 || zero_shift(C, S) >= 0;
+  const auto shifted = [](int32_t sum) { return _mm512_slli_epi32(_mm512_set1_epi32(sum), shift); };
   __m512 acc[R];
   for (auto& a : acc) a = _mm512_setzero_ps();
   const int64_t groups = m.groups;
-  const int8_t* codes = x.codes + row0 * groups * kGroup;
-  const int64_t at = row0 * groups;
+  const QGroup* first = x.row(row0);
   for (int64_t g = 0; g < groups; g++) {
     const uint8_t* s = m.group(tile, g);
     const uint8_t* q = s + group_scale_bytes(S);
@@ -69,23 +70,28 @@ static void rows_of(const Matrix& m, const uint8_t* tile, const QRows& x, int64_
       d1 = mul(top, load_s8(s + 16)).v;
     }
     for (int r = 0; r < R; r++) {
-      const int8_t* xr = codes + (r * groups + g) * kGroup;
-      const int64_t i = at + r * groups + g;
-      int32_t x4[8];
-      std::memcpy(x4, xr, 32);
-      const __m512 xs = _mm512_set1_ps(x.scales[i]);
+      const QGroup& xg = first[r * groups + g];
+      const __m512 xs = _mm512_set1_ps(xg.scale);
+      // Each four activations are loaded where they are used: the instruction then broadcasts them from memory at no cost.
+      const auto line = [&](int j) {
+        int32_t x4;
+        std::memcpy(&x4, xg.codes + 4 * j, 4);
+        return _mm512_set1_epi32(x4);
+      };
       if constexpr (S == Scales::k16) {
-        __m512i a = _mm512_set1_epi32(-zero_point * x.half_sums[i]);
-        __m512i b = _mm512_set1_epi32(-zero_point * (x.sums[i] - x.half_sums[i]));
-        for (int j = 0; j < 4; j++) a = _mm512_dpbusd_epi32(a, w[j], _mm512_set1_epi32(x4[j]));
-        for (int j = 4; j < 8; j++) b = _mm512_dpbusd_epi32(b, w[j], _mm512_set1_epi32(x4[j]));
+        __m512i a = _mm512_setzero_si512(), b = a;
+        for (int j = 0; j < 4; j++) a = _mm512_dpbusd_epi32(a, w[j], line(j));
+        for (int j = 4; j < 8; j++) b = _mm512_dpbusd_epi32(b, w[j], line(j));
+        a = _mm512_sub_epi32(a, shifted(xg.half_sum));
+        b = _mm512_sub_epi32(b, shifted(xg.sum - xg.half_sum));
         acc[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(a), _mm512_mul_ps(d, xs), acc[r]);
         acc[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(b), _mm512_mul_ps(d1, xs), acc[r]);
       } else {
-        __m512i a = S == Scales::plain ? _mm512_set1_epi32(-zero_point * x.sums[i]) : _mm512_setzero_si512();
-        for (int j = 0; j < 8; j++) a = _mm512_dpbusd_epi32(a, w[j], _mm512_set1_epi32(x4[j]));
+        __m512i a = _mm512_setzero_si512();
+        for (int j = 0; j < 8; j++) a = _mm512_dpbusd_epi32(a, w[j], line(j));
+        if constexpr (zeroed) a = _mm512_sub_epi32(a, shifted(xg.sum));
         acc[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(a), _mm512_mul_ps(d, xs), acc[r]);
-        if constexpr (S == Scales::min || S == Scales::kmin) acc[r] = _mm512_fmadd_ps(mn, _mm512_set1_ps(x.weighted[i]), acc[r]);
+        if constexpr (S == Scales::min || S == Scales::kmin) acc[r] = _mm512_fmadd_ps(mn, _mm512_set1_ps(xg.weighted), acc[r]);
       }
     }
   }

@@ -52,7 +52,7 @@ inline F tanh(F x) {  // 1 - 2 / (exp(2x) + 1)
   return sub(set1(1.0f), div(set1(2.0f), add(exp(add(x, x)), set1(1.0f))));
 }
 
-static void quantize(const float* x, int64_t k, int8_t* codes, float* scales, int32_t* sums, int32_t* half_sums, float* weighted) {
+static void quantize(const float* x, int64_t k, QGroup* out) {
   const int64_t groups = (k + kGroup - 1) / kGroup;
   for (int64_t g = 0; g < groups; g++) {
     float tail[kGroup];
@@ -66,16 +66,16 @@ static void quantize(const float* x, int64_t k, int8_t* codes, float* scales, in
     const float broken = sum_lanes(fma(a, zero(), mul(b, zero())));  // 0, or NaN if anything is NaN or infinite
     const float scale = top / 127.0f + broken;
     const float inverse = top > 0 && broken == 0 ? 127.0f / top : 0.0f;
-    int8_t* q = codes + g * kGroup;
+    int8_t* q = out[g].codes;
     store_s8(q, round(mul(a, set1(inverse))));
     store_s8(q + 16, round(mul(b, set1(inverse))));
     int32_t s0 = 0, s1 = 0;
     for (int i = 0; i < 16; i++) s0 += q[i];
     for (int i = 16; i < 32; i++) s1 += q[i];
-    scales[g] = scale;
-    sums[g] = s0 + s1;
-    half_sums[g] = s0;
-    weighted[g] = scale * (float)(s0 + s1);
+    out[g].scale = scale;
+    out[g].weighted = scale * (float)(s0 + s1);
+    out[g].sum = s0 + s1;
+    out[g].half_sum = s0;
   }
 }
 
@@ -287,13 +287,18 @@ inline F load_kv(const uint8_t* p, int64_t element) {
   return load_s8(p + element);
 }
 
-// Scores of R (row, head) pairs over 16 tokens.
-template <KvType T, int R>
-static void score_block(const uint8_t* keys, int block_tokens, int offset, int head_dim, const float* const* q, F* s) {
-  for (int r = 0; r < R; r++) s[r] = zero();
+// Scores of R (row, head) pairs over B times 16 tokens: few rows need several vectors of tokens in flight, or each product
+// would wait for the one before it.
+template <KvType T, int R, int B>
+static void score_blocks(const uint8_t* const* keys, int block_tokens, int head_dim, const float* const* q, F* s) {
+  for (int i = 0; i < R * B; i++) s[i] = zero();
   for (int d = 0; d < head_dim; d++) {
-    const F k = load_kv<T>(keys, (int64_t)d * block_tokens + offset);
-    for (int r = 0; r < R; r++) s[r] = fma(k, set1(q[r][d]), s[r]);
+    F k[B];
+    for (int b = 0; b < B; b++) k[b] = load_kv<T>(keys[b], (int64_t)d * block_tokens);
+    for (int r = 0; r < R; r++) {
+      const F v = set1(q[r][d]);
+      for (int b = 0; b < B; b++) s[b * R + r] = fma(k[b], v, s[b * R + r]);
+    }
   }
 }
 
@@ -370,17 +375,31 @@ static void attend(const KvPool& kv, const AttentionItem& it, int first_pair, fl
   F top[R];
   const float minus_inf = -std::numeric_limits<float>::infinity();
   for (auto& t : top) t = set1(minus_inf);
-  for (int64_t t = start; t < stop; t += 16) {
-    const int32_t block = it.table[t / bt];
-    F s[R];
-    score_block<T, R>(kv.keys(block, it.head), bt, (int)(t % bt), kv.head_dim, q, s);
+  // The scores of 16 tokens from t on: scaled, capped, masked and kept.
+  const auto keep = [&](int64_t t, F* s) {
     for (int r = 0; r < R; r++) {
-      if constexpr (T == KvType::s8) s[r] = mul(s[r], load_f16(kv.key_scales(block, it.head) + t % bt));
+      if constexpr (T == KvType::s8) s[r] = mul(s[r], load_f16(kv.key_scales(it.table[t / bt], it.head) + t % bt));
       if (it.softcap > 0) s[r] = mul(set1(it.softcap), tanh(mul(s[r], set1(1.0f / it.softcap))));
       if (t < lo[r] || t + 16 > hi[r]) s[r] = keep_lanes(s[r], (int)(lo[r] - t), (int)std::min<int64_t>(hi[r] - t, 16), minus_inf);
       store(p[r] + t, s[r]);
       top[r] = max(s[r], top[r]);
     }
+  };
+  const auto keys_at = [&](int64_t t) { return kv.keys(it.table[t / bt], it.head) + t % bt * kv.element(); };
+  constexpr int B = R <= 4 ? 4 : 1;
+  int64_t t = start;
+  for (; t + 16 * (B - 1) < stop; t += 16 * B) {
+    const uint8_t* keys[B];
+    for (int b = 0; b < B; b++) keys[b] = keys_at(t + 16 * b);
+    F s[R * B];
+    score_blocks<T, R, B>(keys, bt, kv.head_dim, q, s);
+    for (int b = 0; b < B; b++) keep(t + 16 * b, s + b * R);
+  }
+  for (; t < stop; t += 16) {
+    const uint8_t* keys[1] = {keys_at(t)};
+    F s[R];
+    score_blocks<T, R, 1>(keys, bt, kv.head_dim, q, s);
+    keep(t, s);
   }
   float factor[R];
   for (int r = 0; r < R; r++) {

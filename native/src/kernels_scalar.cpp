@@ -15,17 +15,17 @@ static void tile_of(const Matrix& m, int64_t t, const QRows& x, int64_t row0, in
       for (int64_t g = 0; g < groups; g++) {
         const uint8_t* s = m.group(tile, g);
         const uint8_t* q = s + group_scale_bytes(S);
-        const int64_t i = (row0 + r) * groups + g;
-        const int8_t* xr = x.codes + i * kGroup;
+        const QGroup& xg = x.row(row0 + r)[g];
+        const int8_t* xr = xg.codes;
         int32_t a = 0, b = 0;
         for (int k = 0; k < 16; k++) a += read_code(C, q, lane, k) * xr[k];
         for (int k = 16; k < 32; k++) b += read_code(C, q, lane, k) * xr[k];
         if constexpr (S == Scales::k16) {
           const float d = half_to_float(read_u16(m.super(tile, g) + 2 * lane));
-          a -= m.format.zero * x.half_sums[i];
-          b -= m.format.zero * (x.sums[i] - x.half_sums[i]);
-          acc = (float)a * (d * (float)(int8_t)s[lane] * x.scales[i]) + acc;
-          acc = (float)b * (d * (float)(int8_t)s[16 + lane] * x.scales[i]) + acc;
+          a -= zero_of(C, S) * xg.half_sum;
+          b -= zero_of(C, S) * (xg.sum - xg.half_sum);
+          acc = (float)a * (d * (float)(int8_t)s[lane] * xg.scale) + acc;
+          acc = (float)b * (d * (float)(int8_t)s[16 + lane] * xg.scale) + acc;
         } else {
           a += b;
           float d, mn = 0;
@@ -37,9 +37,9 @@ static void tile_of(const Matrix& m, int64_t t, const QRows& x, int64_t row0, in
             d = half_to_float(read_u16(s + 2 * lane));
             if constexpr (S == Scales::min) mn = half_to_float(read_u16(s + 32 + 2 * lane));
           }
-          if constexpr (S == Scales::plain) a -= m.format.zero * x.sums[i];
-          acc = (float)a * (d * x.scales[i]) + acc;
-          if constexpr (S == Scales::min || S == Scales::kmin) acc = mn * x.weighted[i] + acc;
+          if constexpr (S == Scales::plain) a -= zero_of(C, S) * xg.sum;
+          acc = (float)a * (d * xg.scale) + acc;
+          if constexpr (S == Scales::min || S == Scales::kmin) acc = mn * xg.weighted + acc;
         }
       }
       out[r * ldo + lane] = acc;

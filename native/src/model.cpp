@@ -48,12 +48,7 @@ QRows Model::QBuffer::view(int64_t rows, int64_t k) {
   QRows q;
   q.rows = rows;
   q.groups = (k + kGroup - 1) / kGroup;
-  const size_t n = rows * q.groups;
-  q.codes = fit(codes, n * kGroup);
-  q.scales = fit(scales, n);
-  q.weighted = fit(weighted, n);
-  q.sums = fit(sums, n);
-  q.half_sums = fit(half_sums, n);
+  q.data = fit(data, rows * q.groups);
   return q;
 }
 
@@ -251,8 +246,7 @@ void Model::mlp(const LayerWeights& l, int64_t rows) {
       float* row = gate_out + r * kGroup;
       k_->gated(c_.activation, row, up_out + r * kGroup, width);
       if (codes && whole) {
-        const int64_t at = (row0 + r) * f.groups + g;
-        k_->quantize(row, kGroup, f.codes + at * kGroup, f.scales + at, f.sums + at, f.half_sums + at, f.weighted + at);
+        k_->quantize(row, kGroup, f.row(row0 + r) + g);
       } else {
         std::copy_n(row, width, ff_.data() + (row0 + r) * I + g * kGroup);
       }
@@ -264,10 +258,7 @@ void Model::mlp(const LayerWeights& l, int64_t rows) {
 
 void Model::quantize_rows(const float* x, int64_t ld, int64_t k, int64_t rows, QRows& q, bool needed) {
   if (!needed) return;
-  each_row(rows, [&](int64_t r) {
-    const int64_t at = r * q.groups;
-    k_->quantize(x + r * ld, k, q.codes + at * kGroup, q.scales + at, q.sums + at, q.half_sums + at, q.weighted + at);
-  });
+  each_row(rows, [&](int64_t r) { k_->quantize(x + r * ld, k, q.row(r)); });
 }
 
 // Each row goes to its top_k experts. Rows are sorted by expert so that an expert's weights are read once a step; every
@@ -316,13 +307,7 @@ void Model::mixture(const LayerWeights& l, int64_t rows) {
   pool_->run(total, [&](int64_t i, int) {
     const int64_t from = source[i];
     std::copy_n(h_.data() + from * H, H, gathered.data() + i * H);
-    if (codes_in) {
-      std::copy_n(h.codes + from * h.groups * kGroup, h.groups * kGroup, sorted.codes + i * h.groups * kGroup);
-      std::copy_n(h.scales + from * h.groups, h.groups, sorted.scales + i * h.groups);
-      std::copy_n(h.weighted + from * h.groups, h.groups, sorted.weighted + i * h.groups);
-      std::copy_n(h.sums + from * h.groups, h.groups, sorted.sums + i * h.groups);
-      std::copy_n(h.half_sums + from * h.groups, h.groups, sorted.half_sums + i * h.groups);
-    }
+    if (codes_in) std::copy_n(h.row(from), h.groups, sorted.row(i));
   });
   std::vector<int32_t> active;
   for (int i = 0; i < e.count; i++)
@@ -392,8 +377,7 @@ void Model::step(const Batch& b) {
         for (int64_t i = 0; i < H; i++) x[i] += scale * t[i];
       }
       k_->rms_norm(x, weight, c_.norm_offset, H, c_.eps, h);
-      const int64_t at = r * q.groups;
-      if (codes) k_->quantize(h, H, q.codes + at * kGroup, q.scales + at, q.sums + at, q.half_sums + at, q.weighted + at);
+      if (codes) k_->quantize(h, H, q.row(r));
     });
     return q;
   };
@@ -436,11 +420,7 @@ void Model::logits(int64_t first, int64_t count, float* out) {
   last.parts = {head};
   QRows q = qh_.view(0, c_.hidden);
   q.rows = count;
-  q.codes += first * q.groups * kGroup;
-  q.scales += first * q.groups;
-  q.weighted += first * q.groups;
-  q.sums += first * q.groups;
-  q.half_sums += first * q.groups;
+  q.data += first * q.groups;
   gemm(last, h_.data() + first * c_.hidden, c_.hidden, q, count, out, c_.vocab);
   if (c_.logit_scale != 1.0f || c_.logit_softcap > 0)
     each_row(count, [&](int64_t r) {
@@ -459,7 +439,7 @@ void Model::copy_block(int64_t source, int64_t target) {
 size_t Model::buffer_bytes() const {
   const auto f = [](const auto& v) { return v.capacity() * sizeof(v[0]); };
   size_t n = f(x_) + f(h_) + f(qkv_) + f(att_) + f(tmp_) + f(ff_) + f(router_) + f(moe_out_) + f(scratch_) + f(partial_);
-  for (const QBuffer* q : {&qh_, &qa_, &qf_, &qe_}) n += f(q->codes) + f(q->scales) + f(q->weighted) + f(q->sums) + f(q->half_sums);
+  for (const QBuffer* q : {&qh_, &qa_, &qf_, &qe_}) n += f(q->data);
   return n;
 }
 

@@ -102,9 +102,7 @@ class Model {
     return v.data();
   }
   struct QBuffer {
-    std::vector<int8_t> codes;
-    std::vector<float> scales, weighted;
-    std::vector<int32_t> sums, half_sums;
+    std::vector<QGroup> data;
     QRows view(int64_t rows, int64_t k);
   };
 

@@ -34,6 +34,14 @@ struct Format {
   int zero;
 };
 
+// Zero points are powers of two, so that kernels shift sums of activations instead of multiplying them. log2, -1 for none.
+constexpr int zero_shift(Codes c, Scales s) {
+  if (s == Scales::k16) return 5;
+  if (s != Scales::plain || c == Codes::s8) return -1;
+  return c == Codes::u4 ? 3 : 4;
+}
+constexpr int zero_of(Codes c, Scales s) { return zero_shift(c, s) < 0 ? 0 : 1 << zero_shift(c, s); }
+
 inline int code_bytes(Codes c) {  // per (tile, group)
   switch (c) {
     case Codes::u4: return 256;
@@ -188,15 +196,20 @@ inline float weight_at(const Matrix& m, int64_t out, int64_t in) {
   }
 }
 
-// Activations of `rows` rows quantized to int8 in groups of 32 along K: value = scale * code.
-// `sums` holds the integer sum of each group's codes, which zero points and minimums need; `half_sums` the sum of its first 16.
+// 32 inputs of one row quantized to int8 (value = scale * code) with what products need of them, side by side: a kernel then
+// needs one address per row. `sum` is that of the codes, which zero points need, `half_sum` that of the first 16,
+// `weighted` is scale * sum, which minimums need.
+struct QGroup {
+  int8_t codes[kGroup];
+  float scale, weighted;
+  int32_t sum, half_sum;
+};
+
+// Activations of `rows` rows, [rows][groups]; inputs are padded with zeros to whole groups.
 struct QRows {
   int64_t rows = 0, groups = 0;
-  int8_t* codes = nullptr;     // [rows][groups * 32]
-  float* scales = nullptr;     // [rows][groups]
-  int32_t* sums = nullptr;     // [rows][groups]
-  int32_t* half_sums = nullptr;  // [rows][groups]
-  float* weighted = nullptr;     // [rows][groups] scale * sum
+  QGroup* data = nullptr;
+  QGroup* row(int64_t r) const { return data + r * groups; }
 };
 
 }  // namespace headrace

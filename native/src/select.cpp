@@ -2,6 +2,13 @@
 
 #include "kernels.h"
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#ifndef HWCAP_ASIMDDP
+#define HWCAP_ASIMDDP (1 << 20)
+#endif
+#endif
+
 namespace headrace {
 namespace {
 bool runs(const Kernels* k) {
@@ -15,13 +22,17 @@ bool runs(const Kernels* k) {
   if (k == kernels_avx512())
     return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+#elif defined(__aarch64__) && defined(__linux__)
+  if (k == kernels_neon()) return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#elif defined(__aarch64__) && defined(__APPLE__)
+  if (k == kernels_neon()) return true;  // every arm64 Mac has the dot product extension
 #endif
   return false;
 }
 }  // namespace
 
 const Kernels* select_kernels(const char* name) {
-  const Kernels* best_first[] = {kernels_avx512(), kernels_avxvnni(), kernels_avx2(), kernels_scalar()};
+  const Kernels* best_first[] = {kernels_avx512(), kernels_avxvnni(), kernels_avx2(), kernels_neon(), kernels_scalar()};
   const bool any = name == nullptr || *name == 0 || std::strcmp(name, "auto") == 0;
   for (const Kernels* k : best_first)
     if (runs(k) && (any || std::strcmp(k->name, name) == 0)) return k;
