@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from conftest import MODEL
+from serve_harness import MODEL
 
 
 async def test_B13_choices_do_not_overwrite_each_other(served):

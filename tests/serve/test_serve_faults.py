@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from conftest import MODEL, until
+from serve_harness import MODEL, until
 
 USER = [{"role": "user", "content": "hi"}]
 

@@ -4,10 +4,10 @@ import asyncio
 
 import openai
 import pytest
-from conftest import MODEL
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
+from serve_harness import MODEL
 
 USER = [{"role": "user", "content": "Tell me"}]
 TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}

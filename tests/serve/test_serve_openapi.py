@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 from scripted_engine import ScriptedEngine
+from serve_harness import EOS, MODEL
 from starlette.routing import Route
 
-from conftest import EOS, MODEL
 from headrace.serve.app import create_app
 from headrace.serve.config import ServeConfig
 from headrace.serve.openapi import decimals_below

@@ -3,8 +3,8 @@
 import asyncio
 
 import pytest
-from conftest import MODEL
 from prometheus_client.parser import text_string_to_metric_families
+from serve_harness import MODEL
 from starlette.responses import PlainTextResponse
 
 from headrace.base.errors import InvalidInput
@@ -111,7 +111,7 @@ async def test_metrics_count_what_happened(served):
 
 
 async def test_gauges_show_running_and_waiting(serve):
-    from conftest import until
+    from serve_harness import until
 
     served = serve(max_num_seqs=1)
     served.engine.hold_after = 1

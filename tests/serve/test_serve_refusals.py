@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import MODEL
+from serve_harness import MODEL
 
 VOCAB = 49152
 USER = [{"role": "user", "content": "hi"}]

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from conftest import MODEL
+from serve_harness import MODEL
 
 ANSWER = " It was a bright cold day in April, and the clocks were striking thirteen. Winston went on."
 

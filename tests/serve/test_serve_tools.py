@@ -7,7 +7,7 @@ import random
 import jsonschema
 import numpy as np
 import pytest
-from conftest import MODEL
+from serve_harness import MODEL
 
 from headrace.serve.tools import Arguments, CallReader, CallStart, Content
 from headrace.text.grammar import GrammarTokens, mask_words, schema_grammar, unpack_mask
