@@ -80,6 +80,10 @@ class Slots:
         self.tables[append.group, append.slot, append.first : last] = append.block_ids
         self._replaced.update((append.group, append.slot, i) for i in range(append.first, last))
 
+    def forget_replaced(self) -> None:
+        """For an executor that never reads past a sequence's end and so needs no `tail_slots`."""
+        self._replaced.clear()
+
     def place(self, slot: int, tokens: Sequence[int]) -> None:
         """Append tokens to a sequence."""
         at = int(self.lengths[slot])

@@ -29,7 +29,7 @@ from headrace.spec.model import ModelSpec
 log = logging.getLogger("headrace.engine")
 
 BACKENDS = Registry("headrace.engine.executors", "BACKEND", kind="backend")
-PREFERENCE = ("native", "torch")
+PREFERENCE = ("cuda", "native", "torch")
 DEFAULT_BLOCK_TOKENS = 16
 # On a CPU the pool competes with everything else on the machine, so by default it takes only what pays: a few GiB hold
 # dozens of conversations of a model small enough to be served there.

@@ -36,7 +36,7 @@ def split_range(low, end, splits, MIN_CHUNK: tl.constexpr, BLOCK_N: tl.constexpr
     return chunk, tl.maximum(tl.cdiv(keys, chunk), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "all_splits", "window"])
 def _decode(
     qkv, out, kv, tables, slots, positions, firsts, q_norm, k_norm, cos_sin, sinks, partial, lse, counters,
     scale, softcap, window, eps, splits, all_splits,
@@ -182,7 +182,7 @@ def merge(
     tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), (g[:, None] < GROUP) & (d[None, :] < D))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "suffix_splits", "all_splits"])
 def _prefix(
     qkv, kv, tables, slots, tiles, partial, lse, scale, softcap, splits, suffix_splits, all_splits,
     qkv_stride, table_stride, block_stride,
@@ -234,7 +234,7 @@ def _prefix(
     tl.store(lse + part * GROUP_P + g, top + tl.log2(total), there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "prefix_splits", "all_splits"])
 def _merge_all(
     partial, lse, out, slots, positions, firsts, sinks, splits, prefix_splits, all_splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr,

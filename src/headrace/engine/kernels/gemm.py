@@ -28,7 +28,7 @@ class GemmConfig:
     stages: int
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "eps", "scale"])
 def _skinny(
     x, w, bias, norm, residual, out, parts, squares, counters, rows, columns, inner, eps, scale, x_stride, out_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,

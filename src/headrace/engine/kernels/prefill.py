@@ -35,7 +35,7 @@ def _advance(q, k, v, seen, acc, top, total, scale, softcap, MASK: tl.constexpr,
     return acc, best, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window"])
 def _prefill(
     qkv, out, kv, tables, chunks, tiles, sinks, scale, softcap, window, qkv_stride, table_stride, block_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr,

@@ -13,7 +13,9 @@ import triton.language as tl
 
 
 @triton.jit
-def _greedy(logits, ids, bad, last_ids, slots, vocab, stride, PDL: tl.constexpr, BLOCK: tl.constexpr):
+def _greedy(
+    logits, ids, bad, last_ids, slots, vocab, stride, CHECK: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -23,13 +25,16 @@ def _greedy(logits, ids, bad, last_ids, slots, vocab, stride, PDL: tl.constexpr,
     for v0 in range(0, vocab, BLOCK):
         v = v0 + tl.arange(0, BLOCK)
         x = tl.load(logits + row * stride + v, v < vocab, float("-inf")).to(tl.float32)
-        wrong += ((v < vocab) & ((tl.abs(x) < float("inf")) == 0)).to(tl.int32)
+        if CHECK:
+            wrong += ((v < vocab) & ((tl.abs(x) < float("inf")) == 0)).to(tl.int32)
         better = x > top
         where = tl.where(better, v, where)
         top = tl.where(better, x, top)
     best = tl.max(top, 0)
     chosen = tl.min(tl.where(top == best, where, 2147483647), 0)
-    broken = tl.sum(wrong, 0) > 0
+    broken = best == float("-inf")
+    if CHECK:
+        broken = tl.sum(wrong, 0) > 0
     chosen = tl.where(broken | (chosen >= vocab), 0, chosen)
     tl.store(ids + row, chosen)
     tl.store(bad + row, broken.to(tl.int32))
@@ -44,16 +49,18 @@ def greedy(
     last_ids: torch.Tensor,
     slots: torch.Tensor,
     *,
+    masked: bool = False,
     pdl: bool = False,
 ) -> None:
     """ids[i] = the first largest entry of row i; last_ids[slots[i]] gets it too (slot -1: nowhere).
 
-    bad[i] is 1 where a row has an entry that is not finite; its id is then 0.
+    bad[i] is 1 where a row has an entry that is not finite, or, if rows are `masked` with -inf, nothing but -inf; the id is
+    then 0.
     """
     rows, vocab = logits.shape
     block = min(8192, triton.next_power_of_2(vocab))
     _greedy[(rows,)](
-        logits, ids, bad, last_ids, slots, vocab, logits.stride(0), PDL=pdl, BLOCK=block,
+        logits, ids, bad, last_ids, slots, vocab, logits.stride(0), CHECK=not masked, PDL=pdl, BLOCK=block,
         num_warps=16 if block >= 4096 else 4, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
 

@@ -1,0 +1,315 @@
+"""The decoder on the device: which kernels a step launches, in which order, on which persistent buffers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+
+from headrace.engine.backend import Limits
+from headrace.engine.cuda.weights import DecoderWeights, LayerWeights
+from headrace.engine.frequencies import frequencies
+from headrace.engine.kernels.activation import activate
+from headrace.engine.kernels.decode import DecodeWorkspace, decode_attention
+from headrace.engine.kernels.embed import embed
+from headrace.engine.kernels.gemm import GemmWorkspace, skinny_gemm
+from headrace.engine.kernels.norm import add_norm
+from headrace.engine.kernels.prefill import prefill_attention
+from headrace.engine.kernels.rope import rope_cache
+from headrace.engine.kernels.table import BUCKETS, GemmTable
+from headrace.spec.cache import CacheLayout
+from headrace.spec.model import Attention, ModelSpec, Rope
+
+PREFIX_SPLITS = 8
+MIN_CHUNK = 128
+PACKED_ROWS = 64
+"""Rows (queries times heads of a KV head) in a tile of shared-prefix attention."""
+
+
+@dataclass(slots=True)
+class DeviceStep:
+    """Where one step's indices lie on the device, all int32. Rows: first `decode_rows` of one token each, then chunks.
+
+    Per row: `ids` (negative: the slot's last sampled id), `slots` (-1: padding), `positions`. `chunks` [n, 4] and `tiles`
+    [t, 2] as `prefill_attention` takes them. `firsts`, `prefix_tiles`: shared prefixes of the decode rows. `picked`: rows
+    whose logits are wanted; None means all of them.
+    """
+
+    ids: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    decode_rows: int
+    chunks: torch.Tensor | None = None
+    tiles: torch.Tensor | None = None
+    tile_rows: int = 128
+    firsts: torch.Tensor | None = None
+    prefix_tiles: torch.Tensor | None = None
+    picked: torch.Tensor | None = None
+
+
+class Decoder:
+    """Runs one model's layers; every method only launches work on the current stream."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: DecoderWeights,
+        layout: CacheLayout,
+        limits: Limits,
+        table: GemmTable,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        device: torch.device,
+        *,
+        sms: int,
+        pdl: bool,
+    ) -> None:
+        self._spec = spec
+        self._weights = weights
+        self._table = table
+        self._sms = sms
+        self._pdl = pdl
+        self._eps = spec.norm_eps
+        self.tokens = limits.max_batched_tokens
+        self.rows = min(limits.max_num_seqs, self.tokens)
+        hidden = spec.hidden_size
+        attention = max(self._qkv_width(a) + a.num_heads * a.head_dim for a in self._mixers)
+        mlp = max(self._up_width(layer) + layer.mlp.intermediate for layer in spec.layers)
+
+        def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        self.x = empty(self.tokens, hidden)
+        self._h = empty(self.tokens, hidden)
+        # Projections and MLP never live at the same time: one piece of memory serves both.
+        self._wide = empty(self.tokens * max(attention, mlp))
+        self.logits = empty(self.rows, spec.vocab_size, dtype=torch.float32)
+        self.picked_x = empty(self.rows, hidden)
+        self.pool = empty(
+            layout.layers_per_group, limits.num_blocks, 2, layout.num_kv_heads, layout.block_tokens, layout.head_dim,
+            dtype=kv_dtype,
+        )  # fmt: skip
+        blocks = -(-(limits.max_model_len + 1) // layout.block_tokens)
+        self.tables = torch.full((layout.num_groups, limits.max_num_seqs, blocks), -1, dtype=torch.int32, device=device)
+        self.last_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device)
+        self._places = [layout.place(i) for i in range(spec.num_layers)]
+        ropes = list(dict.fromkeys(a.rope for a in self._mixers if a.rope is not None))
+        self._turns = {r: rotation_rows(r, limits.max_model_len, device) for r in ropes}
+        self._no_turn = torch.zeros(limits.max_model_len, 2, device=device)
+        group = max(a.num_heads // a.num_kv_heads for a in self._mixers)
+        self._work = DecodeWorkspace(
+            self.rows, layout.num_kv_heads, group, layout.head_dim, lambda n: self.splits(n) + PREFIX_SPLITS, device
+        )
+        widest = max(max(len(w.qkv), len(w.up), hidden) for w in weights.layers)
+        self._gemm = GemmWorkspace(BUCKETS[-1] * 4 * max(widest, 1), max(widest, spec.vocab_size) // 16 + 1, device)
+        # Fused products need the plain pre-norm block.
+        self._fusable = all(layer.num_norms == 2 and layer.mlp.gated for layer in spec.layers)
+
+    @property
+    def _mixers(self) -> list[Attention]:
+        return [layer.mixer for layer in self._spec.layers]
+
+    @staticmethod
+    def _qkv_width(a: Attention) -> int:
+        return (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+
+    @staticmethod
+    def _up_width(layer) -> int:
+        return layer.mlp.intermediate * (2 if layer.mlp.gated else 1)
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of the persistent step buffers (the KV pool and its tables left out)."""
+        return sum(t.nbytes for t in (self.x, self._h, self._wide, self.logits, self.picked_x))
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of split-work buffers, rotation tables and block tables."""
+        turns = sum(t.nbytes for t in self._turns.values()) + self._no_turn.nbytes
+        return self._work.nbytes + self._gemm.nbytes + turns + self.tables.nbytes + self.last_ids.nbytes
+
+    def splits(self, rows: int) -> int:
+        """Parts that a context is cut into: enough programs for the card, fewer where there are many rows."""
+        kv_heads = self._mixers[0].num_kv_heads
+        return int(min(64, max(2, -(-4 * self._sms // (rows * kv_heads)))))
+
+    def fused(self, rows: int) -> bool:
+        """Whether a step of so many rows takes the fused products."""
+        if not self._fusable:
+            return False
+        w = self._weights.layers[0]
+        return all(
+            self._table.config(rows, columns, inner, pair=pair) is not None
+            for columns, inner, pair in self._shapes(w)
+        )
+
+    def greedy_pdl(self, rows: int, step: DeviceStep) -> bool:
+        """Whether the choice after a decode step may be launched before the head has ended."""
+        spec = self._spec
+        plain = spec.logit_scale == 1.0 and spec.logit_softcap is None
+        return self._pdl and plain and self.fused(rows) and step.picked is None
+
+    def _shapes(self, w: LayerWeights) -> list[tuple[int, int, bool]]:
+        (qkv, hidden), (_, attended), (up, _) = w.qkv.shape, w.out.shape, w.up.shape
+        return [(qkv, hidden, False), (hidden, attended, False), (up // 2, hidden, True), (hidden, up // 2, False)]
+
+    def run(self, step: DeviceStep, bad_rows: torch.Tensor | None = None, *, head: bool = True) -> torch.Tensor | None:
+        """Compute a step: keys and values into the pool, and fp32 logits of the picked rows, in a persistent buffer.
+
+        `bad_rows` [rows] int32 gets 1 where a row's last hidden state is not finite. Without `head` no logits are made.
+        """
+        rows = len(step.ids)
+        fused = step.decode_rows == rows and self.fused(rows)
+        x = self.x[:rows]
+        embed(
+            step.ids, step.slots, self.last_ids, self._weights.embedding, x, self._embedding_scale(), pdl=self._pdl and fused
+        )
+        if fused:
+            for i, w in enumerate(self._weights.layers):
+                self._fused_layer(i, w, x, step)
+            pending = None
+        else:
+            pending, post = None, None
+            for i, w in enumerate(self._weights.layers):
+                pending, post = self._layer(i, w, x, pending, post, step)
+            add_norm(x, pending, None, None, self._eps, post_weight=post, scale=self._spec.residual_scale, bad=bad_rows)
+        if not head:
+            return None
+        if step.picked is not None:
+            picked = self.picked_x[: len(step.picked)]
+            torch.index_select(x, 0, step.picked, out=picked)
+            x = picked
+        return self.head(x, pdl=self._pdl and fused and step.picked is None)
+
+    def head(self, x: torch.Tensor, *, pdl: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Final norm and output head of hidden states [rows, hidden]; fp32 logits, by default in the persistent buffer."""
+        spec, weights = self._spec, self._weights
+        rows = len(x)
+        logits = self.logits[:rows] if out is None else out
+        config = self._table.config(rows, spec.vocab_size, spec.hidden_size, pair=False)
+        if config is not None:
+            skinny_gemm(
+                x, weights.head, logits, self._gemm, config, norm=weights.final_norm, eps=self._eps, pdl=pdl
+            )
+        else:
+            h = self._h[:rows] if rows <= self.tokens else torch.empty_like(x)
+            add_norm(x, None, weights.final_norm, h, self._eps)
+            product(h, weights.head, logits)
+        if spec.logit_scale != 1.0:
+            logits.mul_(spec.logit_scale)
+        if (cap := spec.logit_softcap) is not None:
+            logits.div_(cap).tanh_().mul_(cap)
+        return logits
+
+    def _embedding_scale(self) -> float:
+        # Rounded to the weights' precision first, as the architectures that have one do.
+        return float(torch.tensor(self._spec.embedding_scale, dtype=self.x.dtype))
+
+    def _cut(self, offset: int, rows: int, width: int) -> torch.Tensor:
+        return self._wide[offset : offset + rows * width].view(rows, width)
+
+    def _linear(self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        if bias is None:
+            torch.mm(x, w.t(), out=out)
+        else:
+            torch.addmm(bias, x, w.t(), out=out)
+
+    def _fused_layer(self, i: int, w: LayerWeights, x: torch.Tensor, step: DeviceStep) -> None:
+        rows, hidden = x.shape
+        a = self._mixers[i]
+        width, kind = self._up_width(self._spec.layers[i]) // 2, self._spec.layers[i].mlp.activation
+        qkv = self._cut(0, rows, self._qkv_width(a))
+        attended = self._cut(qkv.numel(), rows, a.num_heads * a.head_dim)
+        activated = self._cut(0, rows, width)
+        config = self._table.config
+        eps, pdl, scale = self._eps, self._pdl, self._spec.residual_scale
+
+        def gemm(x, weight, out, *, pair: bool = False, **more) -> None:
+            columns = len(weight) // (2 if pair else 1)
+            skinny_gemm(
+                x, weight, out, self._gemm, config(rows, columns, weight.shape[1], pair=pair), pdl=pdl,
+                pair=kind if pair else None, **more,
+            )  # fmt: skip
+
+        gemm(x, w.qkv, qkv, norm=w.attn_norm, eps=eps, bias=w.qkv_bias)
+        self._attend(i, a, w, qkv, attended, step, pdl=pdl)
+        gemm(attended, w.out, x, residual=x, scale=scale, bias=w.out_bias)
+        gemm(x, w.up, activated, norm=w.mlp_norm, eps=eps, pair=True, bias=w.up_bias)
+        gemm(activated, w.down, x, residual=x, scale=scale, bias=w.down_bias)
+
+    def _layer(self, i: int, w: LayerWeights, x, pending, post, step: DeviceStep):
+        """One layer; returns what is still to be added to x, and the norm that it passes first, if any."""
+        rows, hidden = x.shape
+        a, mlp = self._mixers[i], self._spec.layers[i].mlp
+        h = self._h[:rows]
+        qkv = self._cut(0, rows, self._qkv_width(a))
+        attended = self._cut(qkv.numel(), rows, a.num_heads * a.head_dim)
+        up = self._cut(0, rows, len(w.up))
+        activated = self._cut(up.numel(), rows, mlp.intermediate)
+        scale = self._spec.residual_scale
+        add_norm(x, pending, w.attn_norm, h, self._eps, post_weight=post, scale=scale)
+        self._linear(h, w.qkv, w.qkv_bias, qkv)
+        self._attend(i, a, w, qkv, attended, step, pdl=False)
+        self._linear(attended, w.out, w.out_bias, h)
+        add_norm(x, h, w.mlp_norm, h, self._eps, post_weight=w.post_attn_norm, scale=scale)
+        self._linear(h, w.up, w.up_bias, up)
+        activate(up, activated, mlp.activation, gated=mlp.gated)
+        self._linear(activated, w.down, w.down_bias, h)
+        return h, w.post_mlp_norm
+
+    def _attend(self, i: int, a: Attention, w: LayerWeights, qkv, out, step: DeviceStep, *, pdl: bool) -> None:
+        group, place = self._places[i]
+        kv, tables = self.pool[place], self.tables[group]
+        turn = self._no_turn if a.rope is None else self._turns[a.rope]
+        rope_dim = 0 if a.rope is None else a.rope.dim
+        norms = {"q_norm": w.q_norm, "k_norm": w.k_norm, "eps": self._eps}
+        rules = {
+            "scale": a.head_dim**-0.5 if a.scale is None else a.scale,
+            "window": a.window,
+            "softcap": a.softcap,
+        }
+        n, rows = step.decode_rows, len(qkv)
+        cascade = step.prefix_tiles is not None and a.window is None
+        alone = n == rows and not cascade
+        if not alone:
+            rope_cache(qkv, kv, tables, step.slots, step.positions, turn, a.num_heads, rope_dim=rope_dim, **norms)
+        if n:
+            given = {"cos_sin": turn, "rope_dim": rope_dim, **norms} if alone else {}
+            if cascade:
+                given = {"firsts": step.firsts, "tiles": step.prefix_tiles, "prefix_splits": PREFIX_SPLITS}
+            decode_attention(
+                qkv[:n], out[:n], kv, tables, step.slots[:n], step.positions[:n], self._work, a.num_heads,
+                splits=self.splits(n), min_chunk=MIN_CHUNK, pdl=pdl and alone, **rules, **given,
+            )  # fmt: skip
+        if step.chunks is not None:
+            prefill_attention(
+                qkv, out, kv, tables, step.chunks, step.tiles, a.num_heads, **rules, **prefill_shape(step.tile_rows, a)
+            )
+
+
+def prefill_shape(tile_rows: int, a: Attention) -> dict[str, int]:
+    """Block sizes of prompt attention that fit the shared memory and registers of every card from Ampere on."""
+    wide = triton.next_power_of_2(a.head_dim) > 128
+    if tile_rows <= 64:
+        return {"block_m": 64, "block_n": 32 if wide else 64, "num_warps": 4, "stages": 2}
+    return {"block_m": 128, "block_n": 32 if wide else 64, "num_warps": 8, "stages": 2}
+
+
+def product(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
+    """out fp32 = x times the transpose of w, accumulated in fp32 and never rounded on the way."""
+    if x.dtype == out.dtype:
+        torch.mm(x, w.t(), out=out)
+    elif x.is_cuda:
+        torch.ops.aten.mm.dtype_out(x, w.t(), out.dtype, out=out)
+    else:
+        out.copy_(x.float() @ w.float().t())
+
+
+def rotation_rows(rope: Rope, max_model_len: int, device: torch.device) -> torch.Tensor:
+    """fp32 [positions, dim]: cosines of each pair's angle, then sines, the magnitude of the scaling folded in."""
+    radians, magnitude = frequencies(rope, max_model_len)
+    angles = np.arange(max_model_len, dtype=np.float32)[:, None] * radians[None, :]
+    table = np.concatenate([np.cos(angles), np.sin(angles)], 1) * np.float32(magnitude)
+    return torch.from_numpy(table.astype(np.float32)).to(device)

@@ -1,0 +1,218 @@
+"""A model on a GPU: loading, memory accounting, and the executor that runs its steps."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import torch
+
+from headrace.base.errors import InvalidInput
+from headrace.base.units import MIB, format_bytes
+from headrace.control.api import MemoryItem
+from headrace.control.step import StepPlan
+from headrace.engine.backend import Limits
+from headrace.engine.cuda.decoder import Decoder
+from headrace.engine.cuda.runner import CudaStep, Runner
+from headrace.engine.cuda.upload import Uploader
+from headrace.engine.cuda.weights import DecoderWeights, load_weights
+from headrace.engine.grammars import Grammars
+from headrace.engine.kernels.table import GemmTable
+from headrace.engine.models import MODELS
+from headrace.engine.weights.checkpoint import Checkpoint
+from headrace.engine.weights.dummy import DummySource
+from headrace.engine.weights.gguf import GGUFSource
+from headrace.engine.weights.safetensors import SafetensorsSource, checkpoint_paths
+from headrace.spec.accounting import activation_bytes, weight_bytes
+from headrace.spec.cache import CacheLayout
+from headrace.spec.config import EngineConfig
+from headrace.spec.locate import ModelFiles
+from headrace.spec.model import ModelSpec
+from headrace.text.grammar import GrammarTokens
+
+log = logging.getLogger("headrace.engine")
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_OPTIONS = ("graphs", "pdl")
+RESERVE_BYTES = 768 * MIB
+"""Kept free beside the pool for captured graphs, cuBLAS, compiled kernels and the rows of log-probabilities."""
+
+
+def load(files: ModelFiles, config: EngineConfig) -> CudaModel:
+    """Start reading the weights; they are complete when `executor` returns. Raises CorruptCheckpoint or InvalidInput."""
+    begin = time.perf_counter()
+    options = dict(config.options)
+    for name in options:
+        if name not in _OPTIONS:
+            raise InvalidInput(
+                f"the cuda backend has no option {name!r}", field="options", remedy="known: " + ", ".join(_OPTIONS)
+            )
+    weights = _chosen("weights", config.weights, "bf16")
+    kv = _chosen("kv", config.kv, weights)
+    if config.attention not in ("auto", "triton"):
+        raise InvalidInput(
+            f"the cuda backend has no attention {config.attention!r}", field="attention", remedy="choose triton or auto"
+        )
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda:0" if config.device in ("auto", "cuda") else config.device)
+        torch.cuda.set_device(device)
+    free = torch.cuda.mem_get_info(device) if device.type == "cuda" else (2 << 30, 2 << 30)
+    spec = files.spec()
+    architecture = MODELS.get(spec.model_type)
+    dummy = config.load_format == "dummy"
+    names = architecture.gguf if files.kind == "gguf" and not dummy else architecture.hf
+    checkpoint = Checkpoint(_source(files, config))
+    loaded, uploader = load_weights(spec, names, checkpoint, _DTYPES[weights], device, config.seed if dummy else None)
+    log.info("weights allocated and on their way after %.2f s", time.perf_counter() - begin)
+    return CudaModel(files, spec, loaded, uploader, weights, kv, device, free, options)
+
+
+class CudaModel:
+    """See `headrace.engine.backend.LoadedModel`."""
+
+    def __init__(
+        self,
+        files: ModelFiles,
+        spec: ModelSpec,
+        weights: DecoderWeights,
+        uploader: Uploader,
+        weights_precision: str,
+        kv_precision: str,
+        device: torch.device,
+        memory: tuple[int, int],
+        options: dict[str, str],
+    ) -> None:
+        self.spec = spec
+        self.weights_precision = weights_precision
+        self.kv_precision = kv_precision
+        self.device = str(device)
+        self._files = files
+        self._weights = weights
+        self._uploader = uploader
+        self._device = device
+        self._free_before, self._total = memory
+        self._graphs = options.get("graphs", "1") not in ("0", "false") and device.type == "cuda"
+        self._pdl = options.get("pdl", "1") not in ("0", "false")
+        self._memory = [MemoryItem("weights", weight_bytes(spec, weights_precision).total, weights.nbytes)]
+        self._notes: list[str] = []
+
+    def kv_budget_bytes(self, memory_fraction: float, max_num_seqs: int, max_batched_tokens: int) -> int:
+        """`memory_fraction` of the card, less what others hold, the weights, the step's buffers and a reserve."""
+        others = self._total - self._free_before
+        activations = activation_bytes(
+            self.spec, max_batched_tokens, max_num_seqs, activation_precision=self.weights_precision
+        )
+        logits = 2 * 4 * max_num_seqs * self.spec.vocab_size
+        taken = others + self._weights.nbytes + activations + logits + RESERVE_BYTES
+        return int(self._total * memory_fraction) - taken
+
+    def executor(self, layout: CacheLayout, limits: Limits) -> CudaExecutor:
+        spec, device = self.spec, self._device
+        cuda = device.type == "cuda"
+        card, sms, capability = "interpreter", 4, (8, 0)
+        if cuda:
+            properties = torch.cuda.get_device_properties(device)
+            card, sms = properties.name, properties.multi_processor_count
+            capability = (properties.major, properties.minor)
+        table = GemmTable(card, sms)
+        pdl = self._pdl and cuda and capability >= (9, 0)
+        decoder = Decoder(
+            spec, self._weights, layout, limits, table, _DTYPES[self.weights_precision], _DTYPES[self.kv_precision],
+            device, sms=sms, pdl=pdl,
+        )  # fmt: skip
+        group = max(layer.mixer.num_heads // layer.mixer.num_kv_heads for layer in spec.layers)
+        grammars = Grammars(spec.vocab_size, self._grammar_tokens)
+        runner = Runner(decoder, layout, limits, grammars, spec.vocab_size, group)
+        begin = time.perf_counter()
+        if cuda:
+            runner.warm_up(graphs=self._graphs)
+        warm_s = time.perf_counter() - begin
+        self._uploader.finish()
+        self._memory += [
+            MemoryItem("kv_pool", layout.bytes_per_block * limits.num_blocks, decoder.pool.nbytes),
+            MemoryItem(
+                "activations",
+                activation_bytes(
+                    spec, limits.max_batched_tokens, limits.max_num_seqs, activation_precision=self.weights_precision
+                ),
+                decoder.activation_bytes,
+            ),
+        ]
+        self._notes += [
+            f"torch {torch.__version__}, triton on {card}, weights {self.weights_precision}, KV {self.kv_precision}",
+            "kernel table: " + (", ".join(table.sources) or "none for this card, guesses are used (headrace tune)"),
+            f"warm-up and {runner.graphs.count} decode graphs took {warm_s:.2f} s ({runner.graphs.capture_s:.2f} s capture)"
+            if self._graphs
+            else "decode graphs are off",
+            "programmatic dependent launch is " + ("on" if pdl else "off"),
+            f"buffers of split work, tables and rotations: {format_bytes(decoder.workspace_bytes)}",
+        ]
+        return CudaExecutor(runner, device)
+
+    def memory(self) -> tuple[MemoryItem, ...]:
+        return tuple(self._memory)
+
+    def notes(self) -> tuple[str, ...]:
+        return tuple(self._notes)
+
+    def _grammar_tokens(self) -> GrammarTokens:
+        from headrace.text.tokenizer import Tokenizer
+
+        files = self._files
+        tokenizer = (
+            Tokenizer.from_gguf(files.gguf().metadata) if files.kind == "gguf" else Tokenizer.from_folder(files.root)
+        )
+        return GrammarTokens.of(tokenizer, self.spec.eos_token_ids or tokenizer.eos_token_ids)
+
+
+class CudaExecutor:
+    """Launches steps on the calling thread; the device runs them in order while the host plans the next."""
+
+    def __init__(self, runner: Runner, device: torch.device) -> None:
+        self.runner = runner
+        self._device = device
+        self._closed = False
+        self._threads: set[int] = set()
+
+    def submit(self, plan: StepPlan) -> CudaStep:
+        if self._closed:
+            raise RuntimeError("the executor is closed")
+        if self._device.type == "cuda" and (ident := threading.get_ident()) not in self._threads:
+            torch.cuda.set_device(self._device)
+            self._threads.add(ident)
+        return self.runner.submit(plan)
+
+    def reset(self) -> None:
+        self.runner.reset()
+
+    def close(self) -> None:
+        """Wait for what was launched."""
+        if not self._closed:
+            self._closed = True
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+
+
+def _chosen(field: str, value: str, automatic: str) -> str:
+    if value == "auto":
+        return automatic
+    if value not in _DTYPES:
+        raise InvalidInput(
+            f"the cuda backend cannot use {field} {value!r}", field=field, remedy="choose one of: " + ", ".join(_DTYPES)
+        )
+    return value
+
+
+def _source(files: ModelFiles, config: EngineConfig):
+    if config.load_format == "dummy":
+        return DummySource(config.seed)
+    if files.kind == "gguf":
+        return GGUFSource(files.gguf())
+    paths = checkpoint_paths(files.root)
+    if not paths:
+        raise InvalidInput(
+            f"{files.root} holds no safetensors weights", field="model", remedy="load_format dummy draws random ones"
+        )
+    return SafetensorsSource(paths)

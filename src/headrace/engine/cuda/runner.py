@@ -1,0 +1,464 @@
+"""The steps of the CUDA backend: plan → one copy of integers → a graph or launches → ids, without waiting for the device.
+
+`submit` only launches: the ids that a step samples stay on the device, where the next step takes them, and come to the host
+behind it. The host waits in one place, `CudaStep.result`, and sooner only if a row's sampling needs the ids of earlier steps
+on the host (penalties, grammars).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import triton
+
+from headrace.control.step import Chunk, RowResult, StepPlan, StepResult, TokenLogprobs
+from headrace.engine.backend import Limits
+from headrace.engine.batch import Slots, checked_init
+from headrace.engine.cuda.decoder import PACKED_ROWS, Decoder, DeviceStep
+from headrace.engine.cuda.graphs import MAX_GROUPS, DecodeGraphs, graph_sizes
+from headrace.engine.cuda.metadata import Metadata, Packed
+from headrace.engine.cuda.prefixes import shared_prefixes
+from headrace.engine.cuda.sampling import LogprobsInFlight, alter, altered_rows, draw_parameters, logprobs, to_host
+from headrace.engine.grammars import Grammars
+from headrace.engine.kernels.blocks import copy_blocks, scatter
+from headrace.engine.kernels.sample import draw, greedy
+from headrace.engine.sampler.draws import uniforms
+from headrace.engine.sampler.rows import NOT_FINITE, NOTHING_ALLOWED, Rows
+from headrace.engine.sampler.state import SamplingState
+from headrace.spec.cache import CacheLayout
+
+_LOGIT_ROWS = 64
+"""Rows of logits held at once while prompt log-probabilities are computed."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """A chunk's place in a step: its sampled row, the incarnation of its slot, the position of the token it samples."""
+
+    chunk: Chunk
+    generation: int
+    sampled: int
+    position: int
+    error: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt: list[LogprobsInFlight] = field(default_factory=list)
+
+
+class CudaStep:
+    """A step in flight."""
+
+    def __init__(self, runner: Runner, plan: StepPlan) -> None:
+        self.plan = plan
+        self.rows: list[_Row] = []
+        self.host: np.ndarray | None = None
+        self.bad_rows: torch.Tensor | None = None
+        self.first_rows: np.ndarray | None = None
+        self.reported: tuple[list[int], LogprobsInFlight] | None = None
+        self.lost: torch.Tensor | None = None
+        self.begin = time.perf_counter()
+        self.events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._runner = runner
+        self._result: StepResult | None = None
+
+    def done(self) -> bool:
+        return self._result is not None or self.events is None or self.events[1].query()
+
+    def result(self) -> StepResult:
+        while self._result is None:
+            self._runner.finish_oldest()
+        return self._result
+
+    def wait(self) -> float:
+        """Wait for the device; seconds that it worked on the step."""
+        if self.events is None:
+            return 0.0
+        self.events[1].synchronize()
+        return self.events[0].elapsed_time(self.events[1]) / 1e3
+
+    def set(self, result: StepResult) -> None:
+        self._result = result
+
+
+class Runner:
+    """Owns slots, sampling state and graphs of one decoder; belongs to one thread."""
+
+    def __init__(
+        self, decoder: Decoder, layout: CacheLayout, limits: Limits, grammars: Grammars, vocab_size: int, group: int
+    ) -> None:
+        self._decoder = decoder
+        self._grammars = grammars
+        self._vocab = vocab_size
+        self._block_tokens = layout.block_tokens
+        self._slots = Slots(layout, limits.max_num_seqs, limits.max_model_len)
+        self._known = np.zeros(limits.max_num_seqs, np.int64)
+        self._generation = np.zeros(limits.max_num_seqs, np.int64)
+        self._sampling = SamplingState(limits.max_num_seqs)
+        self._broken: dict[int, str] = {}
+        self._flight: deque[CudaStep] = deque()
+        self._seqs = limits.max_num_seqs
+        self._tile_rows = PACKED_ROWS // triton.next_power_of_2(group)
+        self._one_group = layout.num_groups == 1 and layout.groups[0].window is None
+        device = decoder.x.device
+        self._cuda = device.type == "cuda"
+        self._device = device
+        tokens, seqs = decoder.tokens, limits.max_num_seqs
+        capacity = 3 * tokens + 4 * seqs + 2 * (tokens // 64 + seqs) + 16 * seqs + 3 * (seqs + MAX_GROUPS) + 1024
+        capacity += 2 * self._slots.tables.size + 2 * limits.num_blocks // 8
+        self.metadata = Metadata(capacity, device)
+        self._out = torch.zeros(3, decoder.rows, dtype=torch.int32, device=device)
+        self._bad_rows = torch.zeros(tokens, dtype=torch.int32, device=device)
+        self._ring = [torch.zeros(3, decoder.rows, dtype=torch.int32, pin_memory=self._cuda) for _ in range(6)]
+        self._next_ring = 0
+        self.graphs = DecodeGraphs()
+        self._sizes = np.array(graph_sizes(decoder.rows))
+        self._graphed = False
+
+    # Graphs
+
+    def warm_up(self, *, graphs: bool) -> None:
+        """Compile the kernels of decode steps by running each size on padding alone, then capture the sizes as graphs."""
+        shareable = self._one_group
+        for rows in self._sizes[::-1].tolist():
+            for shared in (False, True) if shareable and rows >= 4 else (False,):
+                step, ids, bad, sample_slots = self._padding(rows, shared)
+                self._launch_decode(step, ids, bad, sample_slots)
+                if graphs:
+                    self.graphs.capture(
+                        (rows, shared),
+                        lambda s=step, i=ids, b=bad, t=sample_slots: self._launch_decode(s, i, b, t),
+                    )
+        self._graphed = graphs
+
+    def _padding(self, rows: int, shared: bool):
+        """A decode step of nothing but padding, whose views are those of every step of that size."""
+        blank = np.full(rows, -1, np.int32)
+        arrays = {"ids": np.zeros(rows, np.int32), "slots": blank, "positions": np.zeros(rows, np.int32), "sample": blank}
+        if shared:
+            arrays |= {"firsts": np.zeros(rows, np.int32), "prefix": np.zeros((self._max_tiles(rows), 3), np.int32)}
+        return self._decode_step(self.metadata.send(arrays), rows)
+
+    def _max_tiles(self, rows: int) -> int:
+        return -(-rows // self._tile_rows) + MAX_GROUPS
+
+    def _decode_step(self, meta: Packed, rows: int):
+        step = DeviceStep(meta["ids"], meta["slots"], meta["positions"], rows)
+        if "prefix" in meta:
+            step.firsts, step.prefix_tiles = meta["firsts"], meta["prefix"].view(-1, 3)
+        return step, self._out[0, :rows], self._out[1, :rows], meta["sample"]
+
+    def _launch_decode(self, step: DeviceStep, ids, bad, sample_slots) -> None:
+        rows = len(ids)
+        logits = self._decoder.run(step)
+        greedy(logits, ids, bad, self._decoder.last_ids, sample_slots, pdl=self._decoder.greedy_pdl(rows, step))
+
+    # Steps
+
+    def submit(self, plan: StepPlan) -> CudaStep:
+        """Launch a step; it is waited for in its `result`."""
+        step = CudaStep(self, plan)
+        appended = self._change_slots(plan)
+        for chunk in plan.chunks:
+            if chunk.drafts:
+                raise NotImplementedError("the cuda backend does not verify drafts yet")
+        if self._cuda:
+            step.events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            step.events[0].record()
+        single = [c for c in plan.chunks if c.length == 1]
+        longer = [c for c in plan.chunks if c.length > 1]
+        if not plan.chunks:
+            self._changes(self.metadata.send(self._change_arrays(plan, appended)))
+        elif not longer:
+            self._submit_decode(step, plan, single, appended)
+        else:
+            self._submit_mixed(step, plan, single, longer, appended)
+        if step.events is not None:
+            step.events[1].record()
+        self._flight.append(step)
+        return step
+
+    def finish_oldest(self) -> None:
+        """Wait for the oldest step in flight and make its result."""
+        step = self._flight.popleft()
+        compute_s = step.wait()
+        self._finish(step, compute_s)
+
+    def reset(self) -> None:
+        """Let what was launched run out and forget it; slots are emptied by the next inits."""
+        self._flight.clear()
+        if self._cuda:
+            torch.cuda.synchronize(self._device)
+        for slot in range(self._seqs):
+            self._grammars.release(slot)
+        self._broken.clear()
+        self._generation += 1
+
+    def _change_slots(self, plan: StepPlan) -> list[np.ndarray]:
+        """Apply what the plan changes on the host; returns flat indices of block-table entries that are new."""
+        for slot in plan.releases:
+            self._grammars.release(slot)
+            self._broken.pop(slot, None)
+        for init in plan.inits:
+            slot = init.slot
+            self._broken.pop(slot, None)
+            error = checked_init(init, self._vocab) or self._grammars.admit(init)
+            if error is not None:
+                # Computed like any other, on harmless input; only its result says what was wrong.
+                self._broken[slot] = error
+                sampling = type(init.sampling)(max_tokens=1, temperature=0.0)
+                init = type(init)(slot, init.request_id, (0,) * len(init.token_ids), init.prompt_length, sampling)
+            self._slots.init(init)
+            self._known[slot] = len(init.token_ids)
+            self._generation[slot] += 1
+            self._sampling.admit(slot, init.sampling)
+        _, _, blocks = self._slots.tables.shape
+        appended = []
+        for append in plan.appends:
+            self._slots.append(append)
+            base = (append.group * self._seqs + append.slot) * blocks + append.first
+            appended.append(np.arange(base, base + len(append.block_ids)))
+        self._slots.forget_replaced()
+        return appended
+
+    def _change_arrays(self, plan: StepPlan, appended: list[np.ndarray]) -> dict[str, np.ndarray]:
+        arrays = {}
+        if appended:
+            where = np.unique(np.concatenate(appended))
+            arrays["tables"] = np.stack([where, self._slots.tables.reshape(-1)[where]], 1).astype(np.int32)
+        if plan.copies:
+            arrays["copies"] = np.array([(c.source, c.target) for c in plan.copies], np.int32)
+        return arrays
+
+    def _changes(self, meta: Packed) -> None:
+        """Launch the plan's changes to block tables and blocks."""
+        if "tables" in meta:
+            scatter(self._decoder.tables.view(-1), meta["tables"].view(-1, 2))
+        if "copies" in meta:
+            copy_blocks(self._decoder.pool, meta["copies"].view(-1, 2))
+
+    def _rows_of(self, chunks: Sequence[Chunk]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """(ids, slots, positions, slots to sample for) of chunks of one token."""
+        count = len(chunks)
+        slots = np.fromiter((c.slot for c in chunks), np.int64, count)
+        positions = np.fromiter((c.start for c in chunks), np.int64, count)
+        sample = np.fromiter((c.slot if c.sample else -1 for c in chunks), np.int64, count)
+        ids = np.where(positions < self._known[slots], self._slots.tokens[slots, positions], -1)
+        return ids, slots, positions, sample
+
+    def _submit_decode(self, step: CudaStep, plan: StepPlan, chunks: list[Chunk], appended: list[np.ndarray]) -> None:
+        ids, slots, positions, sample = self._rows_of(chunks)
+        count = len(chunks)
+        padded = int(self._sizes[np.searchsorted(self._sizes, count)])
+        shared = None
+        if self._one_group and count >= 4:
+            shared = shared_prefixes(
+                self._slots.tables[0, slots], positions, self._block_tokens, self._tile_rows, self._max_tiles(padded)
+            )
+        if shared is not None:
+            order = shared.order
+            ids, slots, positions, sample = ids[order], slots[order], positions[order], sample[order]
+            chunks = [chunks[i] for i in order.tolist()]
+
+        def fill(values: np.ndarray, blank: int) -> np.ndarray:
+            out = np.full(padded, blank, np.int32)
+            out[:count] = values
+            return out
+
+        arrays = {"ids": fill(ids, 0), "slots": fill(slots, -1), "positions": fill(positions, 0), "sample": fill(sample, -1)}
+        if shared is not None:
+            arrays |= {"firsts": fill(shared.firsts, 0), "prefix": shared.tiles}
+        order = {id(c): i for i, c in enumerate(chunks)}
+        step.rows = [self._row(c, order[id(c)]) for c in plan.chunks]
+        plan_rows = self._plan_sampling(step, slots, [c.sample for c in chunks], arrays)
+        arrays |= self._change_arrays(plan, appended)
+        meta = self.metadata.send(arrays)
+        self._changes(meta)
+        if not (self._graphed and self.graphs.replay(padded, shared is not None)):
+            self._launch_decode(*self._decode_step(meta, padded))
+        self._sample(step, self._decoder.logits[:count], plan_rows, meta)
+
+    def _submit_mixed(
+        self, step: CudaStep, plan: StepPlan, single: list[Chunk], longer: list[Chunk], appended: list[np.ndarray]
+    ) -> None:
+        ids, slots, positions, _ = self._rows_of(single)
+        n = len(single)
+        lengths = np.fromiter((c.length for c in longer), np.int64, len(longer))
+        starts = np.fromiter((c.start for c in longer), np.int64, len(longer))
+        long_slots = np.fromiter((c.slot for c in longer), np.int64, len(longer))
+        firsts = n + np.cumsum(lengths) - lengths
+        tile_rows = 64 if int(lengths.max()) <= 64 else 128
+        # The longest walks first: a tile's work grows with its last key.
+        tiles = np.concatenate(
+            [np.stack([np.full(-(-m // tile_rows), i), np.arange(0, m, tile_rows)], 1) for i, m in enumerate(lengths.tolist())]
+        )
+        tiles = tiles[np.argsort(-(starts[tiles[:, 0]] + tiles[:, 1]), kind="stable")]
+        owner = np.repeat(np.arange(len(longer)), lengths)
+        long_positions = np.arange(int(lengths.sum())) - (firsts - n)[owner] + starts[owner]
+        long_ids = np.where(
+            long_positions < self._known[long_slots[owner]], self._slots.tokens[long_slots[owner], long_positions], -1
+        )
+        sampled = [(i, c) for i, c in enumerate(single)]
+        sampled += [(int(f) + c.length - 1, c) for f, c in zip(firsts, longer, strict=True) if c.sample]
+        at = {id(c): i for i, (_, c) in enumerate(sampled)}
+        step.rows = [self._row(c, at.get(id(c), -1)) for c in plan.chunks]
+        row_slots = np.fromiter((c.slot for _, c in sampled), np.int64, len(sampled))
+        arrays = {
+            "ids": np.concatenate([ids, long_ids]),
+            "slots": np.concatenate([slots, long_slots[owner]]),
+            "positions": np.concatenate([positions, long_positions]),
+            "chunks": np.stack([long_slots, starts, lengths, firsts], 1),
+            "tiles": tiles,
+        }
+        if sampled:
+            arrays["picked"] = np.fromiter((i for i, _ in sampled), np.int64, len(sampled))
+            arrays["sample"] = np.fromiter((c.slot if c.sample else -1 for _, c in sampled), np.int64, len(sampled))
+        wanted = self._plan_sampling(step, row_slots, [c.sample for _, c in sampled], arrays)
+        arrays |= self._change_arrays(plan, appended)
+        meta = self.metadata.send(arrays)
+        self._changes(meta)
+        total = n + int(lengths.sum())
+        device_step = DeviceStep(
+            meta["ids"], meta["slots"], meta["positions"], n, meta["chunks"].view(-1, 4), meta["tiles"].view(-1, 2),
+            tile_rows, picked=meta["picked"] if sampled else None,
+        )  # fmt: skip
+        logits = self._decoder.run(device_step, self._bad_rows[:total], head=bool(sampled))
+        if sampled:
+            count = len(sampled)
+            greedy(logits, self._out[0, :count], self._out[1, :count], self._decoder.last_ids, meta["sample"])
+        step.bad_rows = to_host(self._bad_rows[:total])
+        step.first_rows = np.concatenate([np.arange(n), firsts])
+        self._sample(step, self._decoder.logits[: len(sampled)], wanted, meta)
+        by_chunk = {id(c): int(f) for f, c in zip(firsts, longer, strict=True)}
+        by_chunk |= {id(c): i for i, c in enumerate(single)}
+        self._prompt_logprobs(step, by_chunk)
+
+    def _row(self, chunk: Chunk, sampled: int) -> _Row:
+        slot = chunk.slot
+        position = int(self._slots.lengths[slot])
+        if chunk.sample:
+            self._slots.lengths[slot] += 1
+        return _Row(chunk, int(self._generation[slot]), sampled, position)
+
+    # Sampling
+
+    def _plan_sampling(self, step: CudaStep, slots: np.ndarray, sample: list[bool], arrays: dict[str, np.ndarray]):
+        """What the sampled rows need beyond the greedy choice; None if nothing. Adds the draws' parameters to `arrays`."""
+        if not len(slots):
+            return None
+        state = self._sampling
+        wanted = np.array(sample)
+        greedy_only = state.greedy[slots] | ~wanted
+        special = (state.penalized | state.biased | state.reported)[slots] | (state.min_tokens[slots] > 0)
+        grammar = np.fromiter((self._grammars.follows(s) for s in slots.tolist()), bool, len(slots))
+        special = (special | grammar) & wanted
+        if greedy_only.all() and not special.any():
+            return None
+        if ((state.penalized[slots] | grammar) & wanted).any():
+            while self._flight:
+                self.finish_oldest()  # their ids are this step's history
+        lengths = [int(self._slots.lengths[s]) - (1 if w else 0) for s, w in zip(slots.tolist(), sample, strict=True)]
+        history = [self._slots.history(s, n) for s, n in zip(slots.tolist(), lengths, strict=True)]
+        masks, failed = self._grammars.masks({int(slots[i]): i for i in np.flatnonzero(grammar & wanted).tolist()})
+        self._broken.update(failed)
+        rows = Rows(slots, history, self._slots.prompt_lengths[slots], masks)
+        drawn = np.flatnonzero(~greedy_only)
+        if len(drawn):
+            u = uniforms(state.seed[slots[drawn]], rows.indices[drawn])
+            arrays["drawn"] = drawn.astype(np.int32)
+            arrays["params"] = draw_parameters(drawn, slots, u, state)
+        altered = altered_rows(rows, state)
+        return rows, altered[wanted[altered]], np.flatnonzero(state.reported[slots] & wanted)
+
+    def _sample(self, step: CudaStep, logits: torch.Tensor, wanted, meta: Packed) -> None:
+        """Launch what `_plan_sampling` found and send the ids to the host."""
+        out, decoder, count = self._out, self._decoder, len(logits)
+        if wanted is not None:
+            rows, altered, reported = wanted
+            sample_slots = meta["sample"][:count]
+            raw = None
+            if len(reported):
+                at = torch.from_numpy(reported).to(self._device, non_blocking=True)
+                raw = logits.index_select(0, at)
+            if len(altered):
+                alter(logits, altered, rows, self._sampling)
+                greedy(logits, out[0, :count], out[2, :count], decoder.last_ids, sample_slots, masked=True)
+                step.lost = to_host(out[2, :count])
+            if "drawn" in meta:
+                draw(logits, out[0], decoder.last_ids, sample_slots, meta["drawn"], meta["params"].view(torch.float32).view(-1, 5))
+            if raw is not None:
+                counts = [self._sampling.rules[s].logprobs or 0 for s in rows.slots[reported].tolist()]
+                step.reported = (reported.tolist(), logprobs(raw, out[0].index_select(0, at), counts))
+        if count:
+            ring = self._ring[self._next_ring]
+            self._next_ring = (self._next_ring + 1) % len(self._ring)
+            ring[:2].copy_(out[:2], non_blocking=True)
+            step.host = ring.numpy()
+
+    def _prompt_logprobs(self, step: CudaStep, first_row_of: dict[int, int]) -> None:
+        """Launch log-probabilities of the prompt tokens that follow each position computed, where a request wants them."""
+        for row in step.rows:
+            chunk = row.chunk
+            wanted = self._sampling.rules[chunk.slot].prompt_logprobs
+            count = min(chunk.start + chunk.length, int(self._slots.prompt_lengths[chunk.slot]) - 1) - chunk.start
+            if wanted is None or count < 1:
+                continue
+            first = first_row_of[id(chunk)]
+            for at in range(0, count, _LOGIT_ROWS):
+                n = min(_LOGIT_ROWS, count - at)
+                begin = chunk.start + at + 1
+                targets = torch.from_numpy(self._slots.tokens[chunk.slot, begin : begin + n].astype(np.int64))
+                hidden = self._decoder.x[first + at : first + at + n]
+                out = torch.empty(n, self._vocab, dtype=torch.float32, device=self._device)
+                logits = self._decoder.head(hidden, out=out)
+                row.prompt.append(logprobs(logits, targets.to(self._device), [wanted] * n))
+
+    # Results
+
+    def _finish(self, step: CudaStep, compute_s: float) -> None:
+        """The device is done with a step: read its ids, tell slots and grammars, and make the result."""
+        if step.bad_rows is not None:
+            bad = step.bad_rows.numpy()
+            lengths = [r.chunk.length for r in step.rows]
+            order = np.argsort([0 if n == 1 else 1 for n in lengths], kind="stable")
+            starts = np.cumsum([0] + [lengths[i] for i in order.tolist()])
+            for i, at in zip(order.tolist(), starts[:-1].tolist(), strict=True):
+                if bad[at : at + lengths[i]].any():
+                    self._fail(step.rows[i], NOT_FINITE)
+        if step.reported is not None:
+            of_row = dict(zip(step.reported[0], step.reported[1].read(), strict=True))
+            for row in step.rows:
+                if row.sampled in of_row:
+                    row.logprobs = (of_row[row.sampled],)
+        ids, bad_logits = (step.host[0], step.host[1]) if step.host is not None else (None, None)
+        lost = None if step.lost is None else step.lost.numpy()
+        results = []
+        for row in step.rows:
+            chunk, token = row.chunk, None
+            current = row.generation == self._generation[chunk.slot]
+            if chunk.sample:
+                token = int(ids[row.sampled])
+                if bad_logits[row.sampled]:
+                    self._fail(row, NOT_FINITE)
+                elif lost is not None and lost[row.sampled]:
+                    self._fail(row, NOTHING_ALLOWED)
+                if current:
+                    if self._broken.get(chunk.slot) is None and (error := self._grammars.advance(chunk.slot, token)):
+                        self._fail(row, error)
+                    self._slots.tokens[chunk.slot, row.position] = token
+            error = row.error or (self._broken.get(chunk.slot) if current else None)
+            if error is not None:
+                results.append(RowResult(chunk.slot, error=error))
+                continue
+            prompt = tuple(entry for part in row.prompt for entry in part.read())
+            results.append(RowResult(chunk.slot, () if token is None else (token,), row.logprobs, prompt))
+        step.set(StepResult(step.plan.step_id, tuple(results), compute_s, time.perf_counter() - step.begin))
+
+    def _fail(self, row: _Row, error: str) -> None:
+        """A failed sequence stays failed until its slot is used anew; a step issued meanwhile still computes it."""
+        row.error = row.error or error
+        if row.generation == self._generation[row.chunk.slot]:
+            self._broken.setdefault(row.chunk.slot, error)

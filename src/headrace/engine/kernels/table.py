@@ -1,0 +1,75 @@
+"""Which configuration a product runs with: a shipped table per card, a heuristic for shapes that are not in it.
+
+`headrace tune` measures and writes the user's own table, which wins over the shipped one; nothing is tuned at start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+from headrace.engine.kernels.gemm import GemmConfig
+
+SHIPPED = Path(__file__).parent / "configs"
+BUCKETS = (16, 32, 64)
+
+
+def user_folder() -> Path:
+    """Where tuned tables go: below XDG_DATA_HOME, or ~/.local/share."""
+    base = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local/share")
+    return Path(base) / "headrace" / "kernels"
+
+
+def file_name(card: str) -> str:
+    return card.lower().replace(" ", "_").replace("/", "_") + ".json"
+
+
+def bucket_of(rows: int) -> int | None:
+    """The padded number of rows that a configuration is for; None if no skinny product takes so many."""
+    return next((b for b in BUCKETS if rows <= b), None)
+
+
+class GemmTable:
+    """Configurations of one card by padded rows, columns, inner dimension and whether columns come in pairs."""
+
+    def __init__(self, card: str, sms: int) -> None:
+        self._sms = sms
+        self.sources: list[str] = []
+        self._entries: dict[str, dict[str, int] | None] = {}
+        for folder in (SHIPPED, user_folder()):
+            path = folder / file_name(card)
+            if path.exists():
+                self._entries |= json.loads(path.read_text())["gemm"]
+                self.sources.append(str(path.name if folder == SHIPPED else path))
+
+    def config(self, rows: int, columns: int, inner: int, *, pair: bool) -> GemmConfig | None:
+        """How to run a product of `rows`, or None where cuBLAS is the better one."""
+        bucket = bucket_of(rows)
+        if bucket is None:
+            return None
+        entry = self._entries.get(key(bucket, columns, inner, pair=pair), {})
+        if entry is None:
+            return None
+        if entry:
+            return GemmConfig(**entry)
+        return self.guess(columns, inner, pair=pair) if bucket == 16 else None
+
+    def guess(self, columns: int, inner: int, *, pair: bool) -> GemmConfig:
+        """Enough programs to keep two on every multiprocessor, each with some KiB of weights in flight."""
+        block_n = 16 if pair else 32
+        tiles = -(-columns // block_n)
+        block_k = 256 if inner >= 1024 else 64
+        split = 1
+        while tiles * split < 2 * self._sms and split < 8 and inner // (2 * split) >= 2 * block_k:
+            split *= 2
+        return GemmConfig(block_n, block_k, split, 4, 4)
+
+
+def key(bucket: int, columns: int, inner: int, *, pair: bool) -> str:
+    return f"{bucket}x{columns}x{inner}{'x2' if pair else ''}"
+
+
+def entry_of(config: GemmConfig | None) -> dict[str, int] | None:
+    return None if config is None else asdict(config)

@@ -1,0 +1,184 @@
+"""The whole CUDA path on tiny random models of each architecture: equal to transformers, alone, mixed, chunked and sampled.
+
+Without a GPU the kernels run in Triton's interpreter in fp32; with one, in bf16 and through captured graphs as well.
+"""
+
+from __future__ import annotations
+
+import random
+
+import kernel_device
+import numpy as np
+import pytest
+import torch
+from test_models_logits import CASES, VOCAB, dense, reference, tiny_model
+from torch_steps import Engine
+
+from headrace.engine.executors.cuda import BACKEND
+from headrace.engine.executors.torch import BACKEND as TORCH
+from headrace.spec.config import EngineConfig
+from headrace.spec.locate import locate
+
+ON_GPU = kernel_device.ON_GPU
+DENSE = [name for name in CASES if "moe" not in name and name != "mixtral"]
+QUICK = ["llama-tied-biased", "mistral-window", "qwen3", "gemma3", "phi3-longrope-partial", "llama-yarn"]
+TOLERANCE = 1e-4 if not ON_GPU else 2e-3
+
+
+def engine(folder, backend=BACKEND, **sizes) -> Engine:
+    config = EngineConfig(
+        model=str(folder), backend=backend.name, device="cuda" if ON_GPU and backend is BACKEND else "auto",
+        weights="fp32", kv="fp32",
+    )  # fmt: skip
+    files = locate(str(folder))
+    assert backend.unavailable(files, config) is None
+    return Engine(backend.load(files, config), **{"num_blocks": 60, "max_num_seqs": 4, "max_model_len": 64} | sizes)
+
+
+@pytest.mark.parametrize("name", DENSE if ON_GPU else QUICK)
+def test_distributions_equal_transformers(tmp_path, name):
+    model, folder = tiny_model(tmp_path, name)
+    rng = random.Random(3)
+    runs = engine(folder)
+    long = runs.add([rng.randrange(3, VOCAB) for _ in range(21)], logprobs=VOCAB, prompt_logprobs=VOCAB)
+    short = runs.add([rng.randrange(3, VOCAB) for _ in range(3)], logprobs=VOCAB)
+    runs.step([(long, 9)])
+    runs.step([(short, 3), (long, 11)])
+    runs.step([(long, 1), (short, 1)])
+    runs.step([(short, 1), (long, 1)])
+    assert not long.errors and not short.errors
+    wanted = reference(model, long.tokens).numpy()
+    assert np.abs(dense(long.prompt_logprobs) - wanted[:20]).max() < TOLERANCE
+    assert np.abs(dense(long.logprobs) - wanted[20:-1]).max() < TOLERANCE
+    wanted = reference(model, short.tokens).numpy()
+    assert np.abs(dense(short.logprobs) - wanted[2:-1]).max() < TOLERANCE
+    for sequence in (long, short):
+        best = reference(model, sequence.tokens).argmax(-1).tolist()
+        assert sequence.generated == best[len(sequence.prompt) - 1 : -1]
+    runs.close()
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("cuda"), "qwen2")
+
+
+def test_overlapped_steps_take_ids_that_the_host_has_not_seen(qwen):
+    model, folder = qwen
+    runs = engine(folder)
+    prompt = [5, 9, 77, 30]
+    sequence = runs.add(prompt)
+    first = runs.executor.submit(runs.plan([(sequence, 4)]))
+    sequence.computed = 4
+    sequence.generated.append(0)  # a placeholder: the device alone knows it
+    second = runs.executor.submit(runs.plan([(sequence, 1)]))
+    sequence.computed = 5
+    sequence.generated.append(0)
+    third = runs.executor.submit(runs.plan([(sequence, 1)]))
+    tokens = list(prompt)
+    for step in (first, second, third):
+        (row,) = step.result().rows
+        tokens += row.token_ids
+    best = reference(model, tokens).argmax(-1).tolist()
+    assert tokens[4:] == best[3:-1]
+    runs.close()
+
+
+RULES = [
+    {"temperature": 0.8, "seed": 3},
+    {"temperature": 1.2, "top_k": 7, "top_p": 0.8, "seed": 4},
+    {"temperature": 1.0, "min_p": 0.2, "seed": 5, "logprobs": 2},
+    {"temperature": 0.0, "repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    {"temperature": 0.0, "logit_bias": {7: 4.0, 9: -50.0}, "min_tokens": 3, "stop_token_ids": (11,)},
+]
+
+
+def test_sampling_equals_the_torch_executor(qwen):
+    _, folder = qwen
+    found = {}
+    for backend in (BACKEND, TORCH):
+        runs = engine(folder, backend, max_num_seqs=8)
+        sequences = [runs.add([3 + i, 40, 9, 9], max_tokens=8, **rules) for i, rules in enumerate(RULES)]
+        runs.generate(sequences, 4)
+        assert not any(s.errors for s in sequences)
+        found[backend.name] = [s.generated for s in sequences], [[e.token_id for e in s.logprobs] for s in sequences]
+        runs.close()
+    assert found["cuda"] == found["torch"]
+
+
+def test_a_broken_row_fails_alone_and_slots_are_clean_afterwards(qwen):
+    model, folder = qwen
+    runs = engine(folder)
+    good, bad = runs.add([5, 6, 7]), runs.add([8, VOCAB + 5, 3])
+    runs.step([(good, 3), (bad, 3)])
+    assert bad.errors == ["token ids must be between 0 and 159"]
+    nothing = runs.add([4, 4], logit_bias=dict.fromkeys(range(VOCAB), float("-inf")))
+    runs.step([(nothing, 2), (good, 1)])
+    assert nothing.errors == ["every token is excluded by logit_bias, min_tokens or the grammar"]
+    runs.remove(bad)
+    runs.free_slots.insert(0, runs.free_slots.pop())
+    again = runs.add([9, 8, 7])
+    assert again.slot == bad.slot
+    runs.step([(again, 3), (good, 1)])
+    for sequence in (good, again):
+        best = reference(model, sequence.tokens).argmax(-1).tolist()
+        assert sequence.generated == best[len(sequence.prompt) - 1 : -1]
+    runs.close()
+
+
+def test_shared_prefixes_are_found_and_change_nothing(qwen, monkeypatch):
+    from headrace.engine.cuda import prefixes
+
+    model, folder = qwen
+    monkeypatch.setattr(prefixes, "MIN_SPARED_TOKENS", 16)
+    runs = engine(folder, max_num_seqs=6)
+    assert runs.executor.runner._one_group
+    common = [3 + i for i in range(16)]
+    leader = runs.add([*common, 50])
+    runs.step([(leader, 17)])
+    others = []
+    for i in range(4):
+        sequence = runs.add([*common, 60 + i])
+        sequence.blocks, sequence.computed = 2, 16
+        others.append(sequence)
+    # Their tables begin with the leader's two full blocks.
+    from headrace.control.step import BlockAppend, StepPlan
+
+    shared = tuple(runs.executor.runner._slots.tables[0, leader.slot, :2].tolist())
+    plan = runs.plan([(s, 1) for s in others])
+    appends = tuple(BlockAppend(s.slot, 0, 0, shared) for s in others)
+    plan = StepPlan(plan.step_id, (), plan.inits, appends + plan.appends, (), plan.chunks)
+    tables = np.stack([np.array([*shared, 9, -1])] * 4 + [np.array([30, 31, 32, -1])])
+    assert prefixes.shared_prefixes(tables, np.array([17, 18, 17, 20, 20]), 8, 2, 12).firsts.tolist() == [16] * 4 + [0]
+    result = runs.executor.submit(plan).result()
+    for sequence, row in zip(others, result.rows, strict=True):
+        assert row.token_ids == (int(reference(model, sequence.prompt)[-1].argmax()),)
+    runs.close()
+
+
+@pytest.mark.skipif(not ON_GPU, reason="graphs need a GPU")
+def test_graphs_change_nothing(qwen):
+    _, folder = qwen
+    texts = []
+    for graphs in ("0", "1"):
+        config = EngineConfig(model=str(folder), backend="cuda", device="cuda", weights="bf16", options=(("graphs", graphs),))
+        runs = Engine(BACKEND.load(locate(str(folder)), config), num_blocks=200, max_num_seqs=16, max_model_len=128)
+        sequences = [runs.add([3 + i, 40 + i, 9], max_tokens=40) for i in range(9)]
+        runs.generate(sequences, 30)
+        texts.append([s.generated for s in sequences])
+        runs.close()
+    assert texts[0] == texts[1]
+
+
+def test_prefix_groups_are_counted_in_whole_blocks():
+    from headrace.engine.cuda.prefixes import shared_prefixes
+
+    tables = np.array([[1, 2, 3, 4], [9, 9, 9, 9], [1, 2, 3, 7], [1, 2, 3, 8], [1, 2, 3, 4]])
+    found = shared_prefixes(tables, np.full(5, 4000), 1000, 3, 10)
+    assert found is None or found.firsts.max() <= 3000
+    found = shared_prefixes(np.repeat(tables, 1, 0), np.array([3999] * 5), 1000, 3, 10)
+    assert found.order.tolist() == [0, 2, 3, 4, 1]
+    assert found.firsts.tolist() == [3000] * 4 + [0]
+    assert found.tiles[:3].tolist() == [[0, 3, 3000], [3, 4, 3000], [0, 0, 0]]
+    assert shared_prefixes(tables, np.array([900] * 5), 1000, 3, 10) is None
+    assert torch.cuda.is_available() == ON_GPU
