@@ -168,12 +168,13 @@ async def test_not_streamed_answers_too() -> None:
 async def test_probe_finds_abilities_and_template() -> None:
     async with golden(replace(FAST, max_context=4096)) as (_, url):
         found = await probe(Endpoint(url, "golden"))
-        plain = await probe(Endpoint(url, "golden", kind="completions"), natural_length=True)
+        plain = await probe(Endpoint(url, "", kind="completions"), natural_length=True)
     assert found.endpoint.force_length
     assert found.endpoint.chunk_usage
     assert (found.writer.tokens_per_word, found.writer.template_tokens, found.writer.message_tokens) == (1.0, 4, 4)
     assert found.max_context == 4096
     assert not plain.endpoint.force_length
+    assert plain.endpoint.model == "golden", "the first model it lists"
     assert plain.writer.template_tokens == 0
 
 

@@ -97,7 +97,7 @@ async def find_model(session: aiohttp.ClientSession, base: str, headers: tuple[t
 
 
 async def probe(endpoint: Endpoint, *, natural_length: bool = False, writer: PromptWriter | None = None) -> Probe:
-    """Ask the endpoint a few one-token questions before a run.
+    """Ask the endpoint a few one-token questions before a run; without a model name the first one it lists is taken.
 
     They find: whether it accepts `ignore_eos` and per-chunk usage, how many tokens a chat template adds, and whether
     each of our words is one token (two requests: all words once and all words twice). Raises `EndpointError` when even
@@ -108,6 +108,7 @@ async def probe(endpoint: Endpoint, *, natural_length: bool = False, writer: Pro
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(force_close=True)) as session:
         notes: list[str] = []
         card = await find_model(session, endpoint.url, endpoint.headers)
+        endpoint = endpoint if endpoint.model else replace(endpoint, model=str(card.get("id", "")))
         error = await _accepts(session, endpoint)
         if error:
             without = replace(endpoint, include_usage=False)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, get_args
+from typing import TYPE_CHECKING, Annotated
 
 from headrace.base.errors import InvalidInput
-from headrace.bench.arrivals import ArrivalOptions
-from headrace.bench.endpoint import Endpoint, Kind
-from headrace.bench.settings import RunSettings, WriterSettings
-from headrace.bench.slo import Slo
-from headrace.bench.stats import parse_share
-from headrace.bench.traffic import TooLong
+
+if TYPE_CHECKING:  # the command line needs only the options, and must not pay for the rest
+    from headrace.bench.settings import RunSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +54,15 @@ class LoadOptions:
         self, *, url: str = "", model: str = "", concurrency: str | None = None, rate: str | None = None
     ) -> RunSettings:
         """One run's settings; `concurrency` and `rate` replace the given ones (a point of a sweep)."""
-        if self.endpoint not in get_args(Kind):
+        from headrace.bench.arrivals import ArrivalOptions
+        from headrace.bench.endpoint import Endpoint, Kind
+        from headrace.bench.settings import RunSettings, WriterSettings
+        from headrace.bench.slo import Slo
+        from headrace.bench.stats import parse_share
+
+        if self.endpoint not in ("chat", "completions"):
             raise InvalidInput(f"must be chat or completions, got {self.endpoint!r}", field="--endpoint")
-        if self.too_long not in get_args(TooLong):
+        if self.too_long not in ("skip", "clip", "scale"):
             raise InvalidInput(f"must be skip, clip or scale, got {self.too_long!r}", field="--too-long")
         if self.processes < 1:
             raise InvalidInput(f"must be at least 1, got {self.processes}", field="--processes")

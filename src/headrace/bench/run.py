@@ -112,6 +112,7 @@ async def resume(out: Path, watch: Watch | None = None, *, api_key: str | None =
 
 async def _send(out: Path, meta: RunMeta, watch: Watch, done: frozenset[int], already_s: float) -> dict[str, Any]:
     settings = meta.settings
+    meta.load_average = [os.getloadavg()[0]]
     meta.origin_s = time.monotonic() - already_s + _lead_s(settings)
     _write_meta(out, meta)
     with RecordLog(out / SAMPLES_FILE) as samples:
@@ -123,6 +124,7 @@ async def _send(out: Path, meta: RunMeta, watch: Watch, done: frozenset[int], al
         finally:
             await scraper.stop()
     meta.finished = True
+    meta.load_average.append(os.getloadavg()[0])
     _write_meta(out, meta)
     return sum_up(out, report, engine=scraper.engine)
 
@@ -232,7 +234,7 @@ async def _check_headroom(settings: RunSettings, warm: list[RequestRecord], meta
         concurrency = 32
     watch.note("proving the client's headroom on the golden server")
     while True:
-        found = await prove(settings, load_of(warm), concurrency, rate, _golden_run)
+        found = await prove(settings, load_of(warm), concurrency, rate, run_golden)
         meta.headroom = msgspec.to_builtins(found)
         if found.ok:
             watch.note(
@@ -246,7 +248,8 @@ async def _check_headroom(settings: RunSettings, warm: list[RequestRecord], meta
         watch.note(f"one more try with {settings.processes} client processes")
 
 
-async def _golden_run(settings: RunSettings, out: Path) -> list[RequestRecord]:
+async def run_golden(settings: RunSettings, out: Path) -> list[RequestRecord]:
+    """Drive a golden server: no probe, no warm-up, no samples; the way `headroom.prove` runs its test."""
     meta = RunMeta(settings=settings, origin_s=time.monotonic() + _lead_s(settings))
     _write_meta(out, meta)
     await _drive(settings, out, meta.origin_s, Watch(), frozenset(), 0.0)

@@ -41,6 +41,7 @@ def summarize(
         "workload": settings.workload,
         "settings": msgspec.to_builtins(settings),
         "host": meta.host,
+        "load_average": meta.load_average,
         "duration_s": view.duration_s,
         "arrival_span_s": _arrival_span_s(view),
         "requests": {

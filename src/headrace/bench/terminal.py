@@ -54,7 +54,14 @@ def live(total: int | None) -> Iterator[Watch]:
             if shown is not None:
                 shown.update(line())
 
-        yield Watch(note=lambda text: console.print(text, style="dim", highlight=False), record=record)
+        said: set[str] = set()
+
+        def note(text: str) -> None:
+            if text not in said:  # the runs of a series say many things again
+                said.add(text)
+                console.print(text, style="dim", highlight=False)
+
+        yield Watch(note=note, record=record)
 
 
 @contextmanager

@@ -26,7 +26,10 @@ class ShareReport(msgspec.Struct):
 
 
 class RunMeta(msgspec.Struct, kw_only=True):
-    """`run.json`: settings as resolved, and what is known beside them. `origin_s`: CLOCK_MONOTONIC of the run's zero."""
+    """`run.json`: settings as resolved, and what is known beside them. `origin_s`: CLOCK_MONOTONIC of the run's zero.
+
+    `load_average`: of this host over the last minute, before and after the run.
+    """
 
     schema: str = "headrace-bench-run/1"
     settings: RunSettings
@@ -35,6 +38,7 @@ class RunMeta(msgspec.Struct, kw_only=True):
     notes: list[str] = []
     origin_s: float = 0.0
     resumed_at_s: list[float] = []
+    load_average: list[float] = []
     headroom: dict[str, float | int | str | bool] | None = None
     finished: bool = False
 

@@ -9,5 +9,5 @@ RUNG = Rung(
     "naive",
     ({"kv_cache": "off"},),
     technique=False,
-    share=0.125,
+    share=0.0625,
 )
