@@ -13,7 +13,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 MODEL = "smollm2-135m"
-BACKEND = os.environ.get("HEADRACE_TEST_BACKEND", "torch")
+BACKEND = os.environ.get("HEADRACE_TEST_BACKEND", "auto")
 
 
 class ServerProcess:
