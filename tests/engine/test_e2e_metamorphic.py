@@ -230,3 +230,42 @@ def test_a_request_whose_steps_raise_fails_alone(make: Make, monkeypatch: pytest
     assert_same(calm, [*answers[:3], *answers[4:]])
     assert_same(calm, llm.generate(PROMPTS, GREEDY))
     assert llm.stats.free_blocks == llm.stats.total_blocks
+
+
+def test_a_row_of_nan_fails_alone_and_its_blocks_are_not_published(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make(kv_bytes=64 * 2**20, max_model_len=128)
+    bad = [31337] * 40
+    prompts = [*PROMPTS[:3], bad, *PROMPTS[3:]]
+    calm = make(kv_bytes=64 * 2**20, max_model_len=128).generate(prompts, GREEDY)
+    executor = llm._engine._core.executor
+    honest_step, steps = executor._step, executor._step.__self__
+    computer = type(steps._decoder if hasattr(steps, "_decoder") else steps._compute)
+    honest_logits = computer.logits
+    marked: set[int] = set()
+    poisoned: list[int] = []
+
+    def step(plan: StepPlan) -> StepResult:
+        marked.difference_update(plan.releases)
+        marked.update(init.slot for init in plan.inits if 31337 in init.token_ids)
+        sampling = [chunk for chunk in plan.chunks if chunk.sample]
+        poisoned[:] = [i for i, chunk in enumerate(sampling) if chunk.slot in marked and chunk.start > 42]
+        return honest_step(plan)
+
+    def logits(self: Any, *given: Any) -> Any:
+        made = honest_logits(self, *given)
+        for row in poisoned:
+            made[row] = float("nan")
+        return made
+
+    monkeypatch.setattr(executor, "_step", step)
+    monkeypatch.setattr(computer, "logits", logits)
+    answers = llm.generate(prompts, GREEDY)
+    assert answers[3].finish_reason is FinishReason.ERROR
+    assert "finite" in (answers[3].error or "")
+    assert 0 < len(answers[3].token_ids) < TOKENS
+    assert_same([*calm[:3], *calm[4:]], [*answers[:3], *answers[4:]])
+    monkeypatch.undo()
+    again = llm.generate([bad], GREEDY)
+    assert again[0].cached_tokens == 0
+    assert_same([calm[3]], again)
+    assert llm.stats.free_blocks == llm.stats.total_blocks
