@@ -197,9 +197,13 @@ async def test_keys_are_sent_but_not_stored(tmp_path: Path) -> None:
 
 
 async def test_two_processes_send_the_same_requests(tmp_path: Path) -> None:
-    async with golden() as (_, url):
-        await once(load(url, requests=20), tmp_path / "one")
-        await once(load(url, requests=20, processes=2), tmp_path / "two")
+    async with golden(replace(FAST, api_key="top-secret")) as (_, url):  # processes know the key, files do not
+        endpoint = Endpoint(url, "golden", headers=(("Authorization", "Bearer top-secret"),))
+        await once(load(url, requests=20, endpoint=endpoint), tmp_path / "one")
+        summary = await once(load(url, requests=20, processes=2, endpoint=endpoint), tmp_path / "two")
+        with pytest.raises(InvalidRun, match="wrong key"):
+            await once(load(url), tmp_path / "three")
+    assert summary["requests"]["ok"] == 20
     one, two = (read_records(tmp_path / name / "records.jsonl") for name in ("one", "two"))
     assert [(r.index, r.prompt_hash) for r in one] == [(r.index, r.prompt_hash) for r in two]
     assert not list((tmp_path / "two").glob("records.?.jsonl"))

@@ -36,7 +36,8 @@ class GoldenScript:
     http_error: a 500 before any stream · error: an error event after `fault_after_tokens` · disconnect: the connection
     is cut there · stall: a pause of `stall_ms` there · empty: a stream that ends without a token · short: half of the
     tokens asked for. `slots`: requests served at once, others queue (0: no limit). `token_words`: words per token text.
-    `usage`: `final` (OpenAI's include_usage), `continuous` (on each chunk when asked), `none`.
+    `api_key`: asked for where it is
+    set. `usage`: `final` (OpenAI's include_usage), `continuous` (on each chunk when asked), `none`.
     """
 
     ttft_ms: float = 50.0
@@ -57,6 +58,7 @@ class GoldenScript:
     usage: str = "continuous"
     prefix_cache: bool = False
     model: str = "golden"
+    api_key: str = ""
 
     def check(self) -> None:
         """Raise `InvalidInput` naming the option that cannot be."""
@@ -155,6 +157,8 @@ class GoldenServer:
 
     async def _answer(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
         received_s = time.monotonic()
+        if self.script.api_key and request.headers.get("Authorization") != f"Bearer {self.script.api_key}":
+            return _refuse(401, "golden server: wrong key")
         try:
             body = json.loads(await request.read())
             words, tokens, script = self._parse(body, chat=chat, override=request.headers.get("X-Golden", ""))
@@ -328,7 +332,7 @@ def _words(first: int, size: int) -> str:
 
 
 def _refuse(status: int, message: str) -> web.Response:
-    kind = "invalid_request_error" if status == 400 else "server_error"
+    kind = "invalid_request_error" if status < 500 else "server_error"
     return web.json_response({"error": {"message": message, "type": kind, "param": None, "code": None}}, status=status)
 
 

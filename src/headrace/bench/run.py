@@ -8,7 +8,8 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from headrace.bench.records import (
 from headrace.bench.scrape import Scraper
 from headrace.bench.settings import RunSettings, WriterSettings
 from headrace.bench.summary import summarize
-from headrace.bench.worker import RunMeta, ShareReport, drive_share
+from headrace.bench.worker import RunMeta, ShareReport, Start, drive_share
 from headrace.bench.workloads import find_workload, workload_options
 
 RECORDS = "records.jsonl"
@@ -92,7 +93,8 @@ async def run(
 async def resume(out: Path, watch: Watch | None = None, *, api_key: str | None = None) -> dict[str, Any]:
     """Go on with a run that was interrupted: what is recorded stays, the rest is sent, the clock goes on where it stopped.
 
-    A session that was under way starts again from its first request, since its history is gone. Keys are not stored
+    A session that was under way starts again from its first request, since its history is gone. One process goes on,
+    however many there were. Keys are not stored
     with a run: `api_key` gives the bearer token anew.
     """
     watch = watch or Watch()
@@ -113,16 +115,17 @@ async def resume(out: Path, watch: Watch | None = None, *, api_key: str | None =
 async def _send(out: Path, meta: RunMeta, watch: Watch, done: frozenset[int], already_s: float) -> dict[str, Any]:
     settings = meta.settings
     meta.load_average = [os.getloadavg()[0]]
-    meta.origin_s = time.monotonic() - already_s + _lead_s(settings)
-    _write_meta(out, meta)
-    with RecordLog(out / SAMPLES_FILE) as samples:
-        endpoint = settings.endpoint
-        scraper = Scraper(endpoint.url, dict(endpoint.headers), samples, meta.origin_s, settings.scrape_period_s)
-        await scraper.start()
-        try:
-            report = await _drive(settings, out, meta.origin_s, watch, done, already_s)
-        finally:
-            await scraper.stop()
+    async with _client_processes(out, 1 if done else settings.processes) as processes:
+        meta.origin_s = time.monotonic() - already_s + _lead_s(settings)
+        _write_meta(out, meta)
+        with RecordLog(out / SAMPLES_FILE) as samples:
+            endpoint = settings.endpoint
+            scraper = Scraper(endpoint.url, dict(endpoint.headers), samples, meta.origin_s, settings.scrape_period_s)
+            await scraper.start()
+            try:
+                report = await _drive(settings, out, meta.origin_s, watch, done, already_s, processes)
+            finally:
+                await scraper.stop()
     meta.finished = True
     meta.load_average.append(os.getloadavg()[0])
     _write_meta(out, meta)
@@ -138,9 +141,10 @@ def sum_up(out: Path, report: ShareReport, *, engine: str = "") -> dict[str, Any
 
 
 async def _drive(
-    settings: RunSettings, out: Path, origin_s: float, watch: Watch, done: frozenset[int], already_s: float
-) -> ShareReport:
-    if settings.processes == 1 or done:
+    settings: RunSettings, out: Path, origin_s: float, watch: Watch, done: frozenset[int], already_s: float,
+    processes: list[asyncio.subprocess.Process],
+) -> ShareReport:  # fmt: skip
+    if not processes:
         with RecordLog(out / RECORDS) as log:
 
             def keep(record: RequestRecord) -> None:
@@ -149,32 +153,49 @@ async def _drive(
                 watch.record(record)
 
             return await drive_share(settings, origin_s, Share(), keep, done, already_s)
-    parts = range(settings.processes)
-    reports = await asyncio.gather(*(_worker(out, part, settings.processes, origin_s, watch) for part in parts))
+    start = msgspec.json.encode(Start(settings, origin_s)) + b"\n"
+    reports = await asyncio.gather(*(_share_of(process, start, watch) for process in processes))
     _merge_parts(out)
     return ShareReport(
         sum(report.unsent for report in reports), reports[0].skipped, reports[0].clipped, reports[0].exhausted
     )
 
 
-async def _worker(out: Path, part: int, of: int, origin_s: float, watch: Watch) -> ShareReport:
-    line = [sys.executable, "-m", "headrace.bench.worker", str(out), str(part), str(of), repr(origin_s)]
-    process = await asyncio.create_subprocess_exec(*line, stdout=asyncio.subprocess.PIPE, limit=2**20)
+@asynccontextmanager
+async def _client_processes(out: Path, count: int) -> AsyncIterator[list[asyncio.subprocess.Process]]:
+    """Client processes that have loaded everything and wait for their start; none where this process is enough."""
+    processes: list[asyncio.subprocess.Process] = []
+    pipe = asyncio.subprocess.PIPE
+    try:
+        for part in range(count if count > 1 else 0):
+            line = [sys.executable, "-m", "headrace.bench.worker", str(out), str(part), str(count)]
+            processes.append(await asyncio.create_subprocess_exec(*line, stdin=pipe, stdout=pipe, limit=2**20))
+        for process in processes:
+            assert process.stdout is not None
+            if (await process.stdout.readline()).strip() != b"READY":
+                raise InvalidRun("a client process did not start")
+        yield processes
+    finally:
+        for process in processes:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+
+async def _share_of(process: asyncio.subprocess.Process, start: bytes, watch: Watch) -> ShareReport:
     assert process.stdout is not None
+    assert process.stdin is not None
+    process.stdin.write(start)
+    await process.stdin.drain()
     last = b""
     placeholder = RequestRecord(index=-1, intended_s=0.0)
-    try:
-        async for text in process.stdout:
-            if text.strip() == b"R":
-                watch.record(placeholder)
-            else:
-                last = text
-        if await process.wait():
-            raise InvalidRun(f"client process {part} ended with code {process.returncode}")
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+    async for text in process.stdout:
+        if text.strip() == b"R":
+            watch.record(placeholder)
+        else:
+            last = text
+    if await process.wait():
+        raise InvalidRun(f"a client process ended with code {process.returncode}")
     return msgspec.json.decode(last, type=ShareReport)
 
 
@@ -250,15 +271,16 @@ async def _check_headroom(settings: RunSettings, warm: list[RequestRecord], meta
 
 async def run_golden(settings: RunSettings, out: Path) -> list[RequestRecord]:
     """Drive a golden server: no probe, no warm-up, no samples; the way `headroom.prove` runs its test."""
-    meta = RunMeta(settings=settings, origin_s=time.monotonic() + _lead_s(settings))
-    _write_meta(out, meta)
-    await _drive(settings, out, meta.origin_s, Watch(), frozenset(), 0.0)
+    async with _client_processes(out, settings.processes) as processes:
+        meta = RunMeta(settings=settings, origin_s=time.monotonic() + _lead_s(settings))
+        _write_meta(out, meta)
+        await _drive(settings, out, meta.origin_s, Watch(), frozenset(), 0.0, processes)
     return read_records(out / RECORDS)
 
 
 def _lead_s(settings: RunSettings) -> float:
-    """Time to open connections, and to start client processes, before the run's zero."""
-    return (0.2 if settings.processes == 1 else 1.5) + 0.002 * (settings.arrivals.concurrency or 0)
+    """Time to open connections before the run's zero."""
+    return 0.2 + 0.002 * (settings.arrivals.concurrency or 0)
 
 
 def _write_meta(out: Path, meta: RunMeta) -> None:

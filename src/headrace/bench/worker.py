@@ -1,4 +1,8 @@
-"""A process that sends one share of a run: `python -m headrace.bench.worker DIR PART OF ORIGIN`."""
+"""A process that sends one share of a run: `python -m headrace.bench.worker DIR PART OF`.
+
+It says READY, gets a `Start` as one line of JSON on stdin (keys stay out of files and command lines), and then says R for
+each ended request and a `ShareReport` at the end.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import msgspec
 from headrace.bench.arrivals import Closed
 from headrace.bench.client import Client
 from headrace.bench.drive import Driver, Limits, OnRecord, Share
-from headrace.bench.records import META_FILE, RecordLog, RequestRecord
+from headrace.bench.records import RecordLog, RequestRecord
 from headrace.bench.settings import RunSettings
 from headrace.bench.traffic import Fitting
 from headrace.bench.workloads import find_workload, workload_options
@@ -43,6 +47,13 @@ class RunMeta(msgspec.Struct, kw_only=True):
     finished: bool = False
 
 
+class Start(msgspec.Struct):
+    """What a client process sends, and from which moment of CLOCK_MONOTONIC."""
+
+    settings: RunSettings
+    origin_s: float
+
+
 def part_file(part: int, of: int) -> str:
     """Name of the record file of one process."""
     return "records.jsonl" if of == 1 else f"records.{part}.jsonl"
@@ -72,15 +83,16 @@ async def drive_share(
 def _main() -> None:
     import uvloop
 
-    folder, part, of, origin_s = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
-    meta = msgspec.json.decode((folder / META_FILE).read_bytes(), type=RunMeta)
+    folder, part, of = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    print("READY", flush=True)
+    start = msgspec.json.decode(sys.stdin.readline(), type=Start)
     with RecordLog(folder / part_file(part, of)) as log:
 
         def keep(record: RequestRecord) -> None:
             log.append(record)
             print("R", flush=True)
 
-        report = uvloop.run(drive_share(meta.settings, origin_s, Share(part, of), keep))
+        report = uvloop.run(drive_share(start.settings, start.origin_s, Share(part, of), keep))
     print(msgspec.json.encode(report).decode(), flush=True)
 
 

@@ -375,6 +375,7 @@ def golden(
     stall_ms: Annotated[float, typer.Option(help="Length of a stall.")] = 100.0,
     usage: Annotated[str, typer.Option(help="Token counts: final, continuous or none.")] = "continuous",
     model: Annotated[str, typer.Option(help="Name of the model it claims to serve.")] = "golden",
+    api_key: Annotated[str, typer.Option(help="Key that requests must carry.", show_default=False)] = "",
 ) -> None:
     """Serve answers whose token counts and send times are known exactly; GET /golden/truth tells what was really sent."""
     import contextlib

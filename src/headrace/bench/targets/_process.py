@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -61,7 +62,7 @@ async def open_target(spec: TargetSpec, model: str, log: Path) -> AsyncIterator[
         await _healthy(process, url + target.facts.health, target.facts.ready_timeout_s, log)
         info: dict[str, Any] = {
             "engine": target.engine,
-            "command": list(line.argv),
+            "command": ["python" if part == sys.executable else part for part in line.argv],
             "env": dict(line.env),
             "ready_s": time.monotonic() - started_s,
         }
