@@ -6,6 +6,7 @@ Only under the `profile` option, since it wraps every linear layer of the model.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from headrace.engine.attention._contract import AttentionBackend, AttentionKind, LayerCache, Spans
 from headrace.engine.layers.decoder import Decoder
+from headrace.spec.model import Activation
 
 
 @dataclass(slots=True)
@@ -37,8 +39,20 @@ class _Timed:
         return getattr(self._layer, name)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._timed(self._layer, x)
+
+    def added(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return self._timed(self._layer.added, x, other)
+
+    def multiplied(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return self._timed(self._layer.multiplied, x, other)
+
+    def activated(self, x: torch.Tensor, name: Activation) -> torch.Tensor:
+        return self._timed(self._layer.activated, x, name)
+
+    def _timed(self, product: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
         begin = time.perf_counter()
-        y = self._layer(x)
+        y = product(*arguments)
         self._profile.gemm_s += time.perf_counter() - begin
         return y
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -16,6 +17,7 @@ from headrace.engine.grammars import Grammars
 from headrace.engine.layers.context import StepContext
 from headrace.engine.layers.decoder import Decoder
 from headrace.engine.layers.rope import rotation_table
+from headrace.engine.memory import huge_pages
 from headrace.engine.sampler.sampler import NOT_FINITE, Rows, sample, token_logprobs
 from headrace.engine.sampler.state import SamplingState
 from headrace.spec.cache import CacheLayout
@@ -32,15 +34,18 @@ class KVPool:
     """
 
     def __init__(self, layout: CacheLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.kv = torch.empty(
+        shape = (
             layout.layers_per_group,
             2 * layout.num_kv_heads,
             num_blocks,
             layout.block_tokens,
             layout.head_dim,
-            dtype=dtype,
-            device=device,
         )
+        if device.type == "cpu":
+            pages = huge_pages(math.prod(shape) * dtype.itemsize)
+            self.kv = torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).view(shape)
+        else:
+            self.kv = torch.empty(shape, dtype=dtype, device=device)
         self._tokens = self.kv.flatten(2, 3)
 
     @property

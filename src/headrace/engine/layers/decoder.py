@@ -54,16 +54,23 @@ class AttentionBlock:
         self.nbytes = qkv.nbytes + out.nbytes + sum(n.nbytes for n in norms or ())
 
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
+        return self._out(self._attended(x, step))
+
+    def added(self, x: torch.Tensor, step: StepContext, residual: torch.Tensor) -> torch.Tensor:
+        """The result plus `residual`."""
+        return self._out.added(self._attended(x, step), residual)
+
+    def _attended(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         kind = self.kind
         heads, kv_heads = kind.num_heads, kind.num_kv_heads
         qkv = self._qkv(x).view(-1, heads + 2 * kv_heads, kind.head_dim)
         q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
         if self._norms is not None:
-            q.copy_(self._norms[0](q))
-            k.copy_(self._norms[1](k))
+            self._norms[0].apply_(q)
+            self._norms[1].apply_(k)
         if self._rope is not None:
             rotate(qkv[:, : heads + kv_heads], step.rotations[self._rope], self._rope_dim)
-        return self._out(step.attend(self.index, q, k, v, qkv[:, heads:]))
+        return step.attend(self.index, q, k, v, qkv[:, heads:])
 
     def replace_linears(self, change: Callable[[Linear], Any]) -> None:
         self._qkv, self._out = change(self._qkv), change(self._out)
@@ -90,15 +97,14 @@ class Block:
         self.nbytes = sum(p.nbytes for p in (attention, mlp, attn_norm, mlp_norm, *(post_norms or ())))
 
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """x [tokens, hidden], updated in place and returned."""
+        """x [tokens, hidden] → the next layer's input; x may be overwritten."""
+        if self._post is None and self._scale == 1.0:
+            x = self.attention.added(self._attn_norm(x), step, x)
+            return self.mlp.added(self._mlp_norm(x), x)
         y = self.attention(self._attn_norm(x), step)
-        if self._post is not None:
-            y = self._post[0](y)
-        x.add_(y, alpha=self._scale)
+        x.add_(y if self._post is None else self._post[0](y), alpha=self._scale)
         y = self.mlp(self._mlp_norm(x))
-        if self._post is not None:
-            y = self._post[1](y)
-        return x.add_(y, alpha=self._scale)
+        return x.add_(y if self._post is None else self._post[1](y), alpha=self._scale)
 
 
 @dataclass(slots=True)
@@ -286,22 +292,23 @@ class _Loader:
         down = self._linear(_at(n.down, i), hidden, mlp.intermediate, bias=mlp.bias)
         if not mlp.gated:
             return PlainMLP(self._linear(_at(n.up, i), mlp.intermediate, hidden, bias=mlp.bias), down, mlp.activation)
-        if n.gate_up is not None:
-            gate_up = self._linear(_at(n.gate_up, i), 2 * mlp.intermediate, hidden, bias=mlp.bias)
-            return GatedMLP(gate_up, down, mlp.activation)
-
-        def fused(ending: str, tail: tuple[int, ...]) -> torch.Tensor:
-            shape = (mlp.intermediate, *tail)
-            return self._tensor(stacked([self._take(f"{_at(name, i)}.{ending}", shape) for name in (n.gate, n.up)]))
-
-        gate_up = Linear(fused("weight", (hidden,)), fused("bias", ()) if mlp.bias else None)
-        return GatedMLP(gate_up, down, mlp.activation)
+        if n.gate_up is None:
+            gate = self._linear(_at(n.gate, i), mlp.intermediate, hidden, bias=mlp.bias)
+            up = self._linear(_at(n.up, i), mlp.intermediate, hidden, bias=mlp.bias)
+            return GatedMLP(gate, up, down, mlp.activation)
+        both = self._take(f"{_at(n.gate_up, i)}.weight", (2 * mlp.intermediate, hidden))
+        biases = [None, None]
+        if mlp.bias:
+            whole = self._take(f"{_at(n.gate_up, i)}.bias", (2 * mlp.intermediate,))
+            biases = [self._tensor(part) for part in np.split(whole, 2)]
+        gate, up = (Linear(self._tensor(w), b) for w, b in zip(np.split(both, 2), biases, strict=True))
+        return GatedMLP(gate, up, down, mlp.activation)
 
     def _sparse(self, i: int, moe: MoE) -> SparseMLP:
         hidden, width = self._spec.hidden_size, moe.intermediate
         router = self._linear(_at(self._names.router, i), moe.num_experts, hidden)
         experts = [
-            GatedMLP(Linear(self._tensor(stacked([gate, up]))), Linear(self._tensor(down)), moe.activation)
+            GatedMLP(*(Linear(self._tensor(part)) for part in (gate, up, down)), moe.activation)
             for gate, up, down in self._experts(i, moe.num_experts, width, hidden)
         ]
         return SparseMLP(router, experts, moe)

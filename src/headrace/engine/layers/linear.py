@@ -8,10 +8,21 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from headrace.engine.layers.activation import activation
 from headrace.engine.weights.source import Floats, Rows
+from headrace.spec.model import Activation
 
 _PACK_HINT = 32
 """Batch that oneDNN picks its weight layout for; measured as good at 1 and at 1,024 as one chosen for these."""
+
+_PRODUCT = torch.ops.mkldnn._linear_pointwise.default
+_PRODUCT_WITH = torch.ops.mkldnn._linear_pointwise.binary
+_FUSED: dict[str, tuple[str, str]] = {
+    "silu": ("swish", ""),
+    "gelu": ("gelu", "none"),
+    "gelu_tanh": ("gelu", "tanh"),
+    "relu": ("relu", ""),
+}
 
 
 class Linear:
@@ -30,15 +41,33 @@ class Linear:
             packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_HINT)
             if torch.ops.mkldnn._nbytes(packed) == weight.nbytes:
                 self._weight = packed
-                self._apply = torch.ops.mkldnn._linear_pointwise.default
                 self.packed = True
                 return
         self._weight = weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed:
-            return self._apply(x, self._weight, self._bias, "none", [], "")
+            return _PRODUCT(x, self._weight, self._bias, "none", [], "")
         return F.linear(x, self._weight, self._bias)
+
+    def added(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """The product plus `other` [tokens, out]: a residual connection in the same pass."""
+        if self.packed:
+            return _PRODUCT_WITH(x, other, self._weight, self._bias, "add")
+        return self(x).add_(other)
+
+    def multiplied(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """The product times `other` [tokens, out]: a gate in the same pass."""
+        if self.packed:
+            return _PRODUCT_WITH(x, other, self._weight, self._bias, "mul")
+        return self(x).mul_(other)
+
+    def activated(self, x: torch.Tensor, name: Activation) -> torch.Tensor:
+        """The activation `name` of the product, in the same pass where oneDNN knows it."""
+        if self.packed and name in _FUSED:
+            attribute, algorithm = _FUSED[name]
+            return _PRODUCT(x, self._weight, self._bias, attribute, [], algorithm)
+        return activation(name)(self(x))
 
 
 class TableEmbedding:

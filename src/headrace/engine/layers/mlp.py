@@ -6,59 +6,49 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from headrace.base.errors import UnsupportedModel
+from headrace.engine.layers.activation import activation
 from headrace.engine.layers.linear import Linear
 from headrace.spec.model import Activation, MoE
 
-Activate = Callable[[torch.Tensor], torch.Tensor]
-
-_ACTIVATIONS: dict[str, Activate] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square_(),
-}
-
-
-def activation(name: Activation) -> Activate:
-    """The function called `name`; UnsupportedModel for one that no supported model uses."""
-    if name not in _ACTIVATIONS:
-        raise UnsupportedModel(f"activation {name!r} is not supported", field="hidden_act")
-    return _ACTIVATIONS[name]
-
 
 class GatedMLP:
-    """down(act(gate x) * up x); gate and up are one product."""
+    """down(act(gate x) * up x); activation and gating happen inside the products."""
 
-    def __init__(self, gate_up: Linear, down: Linear, name: Activation) -> None:
-        self._gate_up = gate_up
+    def __init__(self, gate: Linear, up: Linear, down: Linear, name: Activation) -> None:
+        activation(name)  # refuses an unknown one before anything is computed
+        self._gate = gate
+        self._up = up
         self._down = down
-        self._activate = activation(name)
-        self._width = gate_up.out_features // 2
-        self.nbytes = gate_up.nbytes + down.nbytes
+        self._name = name
+        self.nbytes = gate.nbytes + up.nbytes + down.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        both = self._gate_up(x)
-        return self._down(self._activate(both[:, : self._width]).mul_(both[:, self._width :]))
+        return self._down(self._up.multiplied(x, self._gate.activated(x, self._name)))
+
+    def added(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The result plus `residual`."""
+        return self._down.added(self._up.multiplied(x, self._gate.activated(x, self._name)), residual)
 
     def replace_linears(self, change: Callable[[Linear], Any]) -> None:
-        self._gate_up, self._down = change(self._gate_up), change(self._down)
+        self._gate, self._up, self._down = change(self._gate), change(self._up), change(self._down)
 
 
 class PlainMLP:
     """down(act(up x))."""
 
     def __init__(self, up: Linear, down: Linear, name: Activation) -> None:
+        activation(name)
         self._up = up
         self._down = down
-        self._activate = activation(name)
+        self._name = name
         self.nbytes = up.nbytes + down.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._down(self._activate(self._up(x)))
+        return self._down(self._up.activated(x, self._name))
+
+    def added(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return self._down.added(self._up.activated(x, self._name), residual)
 
     def replace_linears(self, change: Callable[[Linear], Any]) -> None:
         self._up, self._down = change(self._up), change(self._down)
@@ -98,6 +88,9 @@ class SparseMLP:
                 out.index_add_(0, tokens[part], y)
                 start += count
         return out
+
+    def added(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return self(x).add_(residual)
 
     def replace_linears(self, change: Callable[[Linear], Any]) -> None:
         self._router = change(self._router)
