@@ -86,6 +86,12 @@ def test_a_setting_that_an_engine_lacks_is_refused(name: str) -> None:
         find_target(name).launch_line("x.gguf", 9000, {"colour": "red"})
 
 
+def test_the_environment_can_be_set() -> None:
+    line = find_target("vllm").launch_line("m", 1, parse_target("vllm:env.LD_PRELOAD=/a.so:/b.so,args=--x").settings)
+    assert line.env == {"VLLM_SERVER_DEV_MODE": "1", "LD_PRELOAD": "/a.so:/b.so"}
+    assert line.argv[-1] == "--x"
+
+
 def test_bad_values_are_refused() -> None:
     with pytest.raises(InvalidInput, match="on or off"):
         find_target("vllm").launch_line("m", 1, {"prefix_cache": "maybe"})

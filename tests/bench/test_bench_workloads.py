@@ -168,6 +168,11 @@ def test_nothing_longer_than_the_context_is_sent(name: str, policy: str) -> None
         assert (fitting.clipped > 0) == (policy == "clip")
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_context_too_short_for_anything_ends_the_workload(name: str) -> None:
+    assert calls(name, 1, fitting=Fitting(12, "skip", reserve=8)) == []
+
+
 def test_scaling_keeps_the_shape() -> None:
     whole, half = calls("azure-conv", 20), calls("azure-conv", 20, fitting=Fitting(None, factor=0.5))
     assert [c.prompt_tokens for c in half] == [max(1, c.prompt_tokens // 2) for c in whole]

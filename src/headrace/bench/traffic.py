@@ -84,6 +84,11 @@ class Fitting:
     def scaled(self, tokens: int) -> int:
         return max(1, int(tokens * self.factor))
 
+    @property
+    def hopeless(self) -> bool:
+        """Whether so many requests in a row were left out that an endless workload will never send one."""
+        return self.skipped > 10_000 and not self.kept
+
     def fit(self, prompt: int, output: int) -> tuple[int, int] | None:
         """Lengths to use, or None when the request is left out."""
         prompt, output = self.scaled(prompt), self.scaled(output)

@@ -413,7 +413,7 @@ def targets() -> None:
     from headrace.bench.targets import TARGETS
 
     for name, target in TARGETS:
-        settings = sorted({key.partition(".")[0] for key in target.facts.flags} | {"bin", "args"})
+        settings = sorted({key.partition(".")[0] for key in target.facts.flags} | {"bin", "args", "env.NAME"})
         typer.echo(f"{name:14} {' '.join(target.facts.command)}{chr(10)}{' ' * 15}settings: {', '.join(settings)}")
 
 

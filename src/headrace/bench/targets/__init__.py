@@ -22,7 +22,8 @@ TARGETS = Registry("headrace.bench.targets", "TARGET", kind="target")
 
 @dataclass(frozen=True, slots=True)
 class TargetSpec:
-    """`NAME[:setting=value,…]` or a URL, as the user wrote it. `settings` also takes `bin` (the program) and `args`."""
+    """`NAME[:setting=value,…]` or a URL, as the user wrote it. `settings` also takes `bin` (the program), `args` and
+    `env.NAME`."""
 
     name: str
     settings: Mapping[str, str]
@@ -73,6 +74,7 @@ class EngineTarget:
         """The command that serves `model` on 127.0.0.1:`port`. A setting that the engine does not have is refused."""
         facts, values = self.facts, {**self.defaults, **settings}
         program, extra = values.pop("bin", ""), values.pop("args", "")
+        env = {name[4:]: values.pop(name) for name in list(values) if name.startswith("env.")}
         fill = {"model": self.model_path(model), "port": str(port), "python": sys.executable}
         argv = [part.format(**fill) for part in facts.command]
         if program:
@@ -84,11 +86,11 @@ class EngineTarget:
                 else facts.flags.get(f"{name}.{_switch(value)}")
             )
             if flag is None:
-                known = sorted({key.partition(".")[0] for key in facts.flags} | {"bin", "args"})
+                known = sorted({key.partition(".")[0] for key in facts.flags} | {"bin", "args", "env.NAME"})
                 raise InvalidInput(f"{self.engine} has no setting {name!r}", field="--target", remedy=", ".join(known))
             whole = _product(values.get("context", ""), values.get("slots", "1")) if name == "context" else ""
             argv += [part.format(value=value, context_of_all_slots=whole) for part in flag]
-        return LaunchLine((*argv, *extra.split()), dict(facts.env))
+        return LaunchLine((*argv, *extra.split()), {**facts.env, **env})
 
 
 def find_target(name: str) -> EngineTarget:

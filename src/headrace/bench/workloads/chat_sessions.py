@@ -42,7 +42,7 @@ def sessions(options: Options, context: TrafficContext) -> Iterator[Session]:
             options.system + sum(i + o for i, o, _ in turns) - turns[-1][1] + 8 * len(turns), turns[-1][1]
         )
         if whole is None:
-            if context.fitting.skipped > 10_000 and not context.fitting.kept:
+            if context.fitting.hopeless:
                 return
             continue
         yield _session(index, turns, options, context)

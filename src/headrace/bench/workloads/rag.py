@@ -41,7 +41,7 @@ def sessions(options: Options, context: TrafficContext) -> Iterator[Session]:
         documents = tuple(sorted(chosen))
         lengths = context.fitting.fit(options.retrieved * options.document + own, output)
         if lengths is None:
-            if context.fitting.skipped > 10_000 and not context.fitting.kept:
+            if context.fitting.hopeless:
                 return
             continue
         known = max((k for k in range(len(documents) + 1) if k == 0 or documents[:k] in seen), default=0)

@@ -32,7 +32,7 @@ def sessions(options: Options, context: TrafficContext) -> Iterator[Session]:
         source = context.shape(draw)
         lengths = context.fitting.fit(options.isl.draw(source), options.osl.draw(source))
         if lengths is None:
-            if context.fitting.skipped > 10_000 and not context.fitting.kept:
+            if context.fitting.hopeless:
                 return
             continue
 

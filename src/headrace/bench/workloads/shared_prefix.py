@@ -31,7 +31,7 @@ def sessions(options: Options, context: TrafficContext) -> Iterator[Session]:
         own = options.isl.draw(source)
         lengths = context.fitting.fit(options.prefix + own, options.osl.draw(source))
         if lengths is None:
-            if context.fitting.skipped > 10_000 and not context.fitting.kept:
+            if context.fitting.hopeless:
                 return
             continue
         prefix = context.fitting.scaled(options.prefix)
