@@ -58,7 +58,7 @@ def test_time_is_conserved_in_a_closed_loop():
     e = efficiency({}, "vllm", "hopper", "bf16")
     times = closed_loop(t.loop, t.peaks, e)
     gaps = 511
-    waited = times.ttft_s - e.prompt_s - 0.5 * times.decode_s - times.prompt_s
+    waited = times.ttft_s - e.prompt_s - 0.5 * times.decode_s - times.alone_s
     held = times.tpot_s * gaps - times.decode_s * gaps
     # All prefills of the others are paid either before the first token or between tokens.
     assert waited + held == pytest.approx(31 * times.prompt_s, rel=0.02)

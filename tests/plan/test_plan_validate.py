@@ -127,3 +127,11 @@ def test_the_calibration_survives_a_round_trip(tmp_path):
 
     write(shipped(), tmp_path / "calibration.json")
     assert msgspec.json.decode((tmp_path / "calibration.json").read_bytes(), type=CalibrationSet) == shipped()
+
+
+def test_the_documented_errors_are_the_generated_ones(scores):
+    from headrace.plan.validate import error_table
+
+    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
+    shown = page.split("<!-- generated: errors -->\n")[1].split("\n<!-- end -->")[0]
+    assert shown.strip() == error_table(scores).strip()

@@ -17,11 +17,13 @@ from headrace.plan.costs.work import Work
 class Loop:
     """Work and counts of one closed loop, per replica. `running`: admitted requests, `waiting`: those outside.
 
-    `prefill` is one step that prefills `prompts` prompts, taking `steps_per_prompt` such steps where a prompt is longer than
-    a step. `osl` counts the first token too. `tokens_per_step`: above 1 with speculation.
+    `alone` is the work of prefilling one prompt by itself (all its steps, if it is longer than one); `prefill` that of a
+    step, or of those steps, shared by `prompts` prompts. `osl` counts the first token too. `replicas_in_step`: attention
+    replicas, which prefill side by side. `tokens_per_step`: above 1 with speculation.
     """
 
     decode: Work
+    alone: Work
     prefill: Work
     prompts: Number
     running: Number
@@ -33,18 +35,21 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds: `ttft_s`, `tpot_s`, one decode step, one prompt's prefill; `cycle_s` of a request inside the engine."""
+    """Seconds: `ttft_s`, `tpot_s`, one decode step, one prompt's prefill among others (`prompt_s`) and
+    by itself (`alone_s`); `cycle_s` of a request inside the engine."""
 
     ttft_s: Number
     tpot_s: Number
     decode_s: Number
     prompt_s: Number
+    alone_s: Number
     cycle_s: Number
 
 
 def closed_loop(loop: Loop, p: Peaks, e: Efficiency) -> Times:
     """Mean times of the loop."""
     decode = step_seconds(loop.decode, p, e)
+    alone = step_seconds(loop.alone, p, e)
     prompt = step_seconds(loop.prefill, p, e) / loop.prompts
     others = loop.running / loop.replicas_in_step - 1.0
     others = others * (others > 0)
@@ -54,6 +59,6 @@ def closed_loop(loop: Loop, p: Peaks, e: Efficiency) -> Times:
     decoding = decode * gaps / loop.tokens_per_step
     held = (others - ahead) * prompt * loop.osl / (loop.osl + 1.0)
     tpot = (decoding + held) / gaps
-    first = e.prompt_s + prompt * (1.0 + ahead) + 0.5 * decode
+    first = e.prompt_s + alone + prompt * ahead + 0.5 * decode
     cycle = first + tpot * gaps
-    return Times(first + cycle * loop.waiting / loop.running, tpot, decode, prompt, cycle)
+    return Times(first + cycle * loop.waiting / loop.running, tpot, decode, prompt, alone, cycle)

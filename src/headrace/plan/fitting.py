@@ -39,6 +39,10 @@ SIGMA = {"ttft": 0.35, "tpot": 0.12, "throughput": 0.15}
 PRIOR = {"base": 0.4, "engine": 0.15, "generation": 0.2, "path": 0.3, "wave": 0.5, "effect": 0.1, "effect_wave": 0.5}
 EFFECT_SCALE = {"ttft": 1.5, "tpot": 1.0, "throughput": 1.0}
 
+SKEWED = ("ttft", "throughput")
+"""Metrics whose errors are long-tailed: fitted by relative error, which outliers below the prediction cannot dominate."""
+FAR = 1.5
+"""Predictions more than this too high, in logarithms, are outliers: they no longer pull."""
 LIMIT = 5.0
 """Parameters stay within this many prior standard deviations."""
 
@@ -53,6 +57,7 @@ class Table:
     points: tuple[Point, ...]
     traffics: tuple[Traffic, ...]
     decode: Work
+    alone: Work
     prefill: Work
     peaks: Peaks
     counts: dict[str, Array]
@@ -91,6 +96,7 @@ def table(points: Sequence[Point]) -> Table:
         points=tuple(chosen),
         traffics=tuple(traffics),
         decode=_stack([t.loop.decode for t in traffics], Work),
+        alone=_stack([t.loop.alone for t in traffics], Work),
         prefill=_stack([t.loop.prefill for t in traffics], Work),
         peaks=_stack([t.peaks for t in traffics], Peaks),
         counts={name: column([getattr(t.loop, name) for t in traffics]) for name in counts},
@@ -130,7 +136,7 @@ def _efficiencies(t: Table, parameters: dict[str, float]) -> Efficiency:
 
 
 def _times(t: Table, e: Efficiency) -> Times:
-    loop = Loop(decode=t.decode, prefill=t.prefill, **t.counts)
+    loop = Loop(decode=t.decode, alone=t.alone, prefill=t.prefill, **t.counts)
     return closed_loop(loop, t.peaks, e)
 
 
@@ -162,6 +168,7 @@ def fit(t: Table, mask: Mask, iterations: int = 40) -> Calibration:
     observed = np.log(np.stack([t.observed[m] for m in METRICS]))
     seen = np.isfinite(observed) & mask
     sigma = np.array([SIGMA[m] for m in METRICS])[:, None]
+    skewed = np.array([m in SKEWED for m in METRICS])[:, None]
 
     def model(z: Array) -> tuple[Array, Efficiency]:
         x = np.clip(z, -LIMIT, LIMIT) * prior
@@ -173,16 +180,21 @@ def fit(t: Table, mask: Mask, iterations: int = 40) -> Calibration:
 
     def residuals(z: Array) -> Array:
         logs, _ = model(z)
-        return np.concatenate([((logs - observed) / sigma)[seen], z])
+        error = logs - observed
+        return np.concatenate([(np.where(skewed, np.expm1(np.minimum(error, FAR)), error) / sigma)[seen], z])
 
     def jacobian(z: Array) -> Array:
         at, e = model(z)
+        error = at - observed
+        # The slope of expm1(error); beyond FAR the residual no longer moves.
+        slope_of_skewed = np.where(error < FAR, np.exp(np.minimum(error, FAR)), 0.0)
+        gain = np.where(skewed, slope_of_skewed, 1.0) / sigma
         step = 1e-3
         data = np.zeros((int(seen.sum()), len(z)))
         for j in range(base):
             moved = z.copy()
             moved[j] += step
-            data[:, j] = (((model(moved)[0] - at) / step) / sigma)[seen]
+            data[:, j] = (((model(moved)[0] - at) / step) * gain)[seen]
         total = at - _logs(t, e)
         by_wave = (_logs(t, replace(e, wave=e.wave * math.exp(step))) + total - at) / step
         columns = np.broadcast_to(np.arange(at.shape[1]), at.shape)[seen]
@@ -193,7 +205,7 @@ def fit(t: Table, mask: Mask, iterations: int = 40) -> Calibration:
                 slope[which] = 1.0
             else:
                 slope = by_wave
-            flat = (slope / sigma)[seen]
+            flat = (slope * gain)[seen]
             for members in t.group_of:
                 place = base + which * groups + members[columns]
                 data[rows, place] += flat * prior[place]

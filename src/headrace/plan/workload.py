@@ -69,15 +69,14 @@ def traffic(d: Deployment) -> Traffic:
     drafts = d.inputs.draft_tokens
     decode = step_work(m, decode=[(per_replica * (1 + drafts), isl + osl // 2)])
     cached = min(int(isl * d.inputs.prefix_hit_rate), isl - 1)
-    steps = prompt_chunks(isl, d.max_batched_tokens, 1 if isl > d.max_batched_tokens else per_replica, cached)
-    prompts = len(steps[0]) if isl - cached <= d.max_batched_tokens else 1
-    chunks = steps[0] if prompts >= 1 and isl - cached <= d.max_batched_tokens else None
-    if chunks is not None:
-        prefill = step_work(m, prefill=chunks)
-    else:
-        prefill = add([step_work(m, prefill=step) for step in steps])
+    whole = isl - cached <= d.max_batched_tokens
+    steps = prompt_chunks(isl, d.max_batched_tokens, per_replica if whole else 1, cached)
+    prompts = len(steps[0]) if whole else 1
+    prefill = step_work(m, prefill=steps[0]) if whole else add([step_work(m, prefill=step) for step in steps])
+    alone = step_work(m, prefill=steps[0][:1]) if prompts > 1 else prefill
     loop = Loop(
         decode=scale_layers(decode, d),
+        alone=scale_layers(alone, d),
         prefill=scale_layers(prefill, d),
         prompts=float(prompts),
         running=float(running),
