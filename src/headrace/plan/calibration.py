@@ -42,12 +42,14 @@ class Calibration(msgspec.Struct, frozen=True):
 
 class Band(msgspec.Struct, frozen=True):
     """For one metric: the factor on the prediction that minimises the mean relative error, and the 90 % range of observed /
-    predicted, from `n` cross-validated points."""
+    predicted, from `n` cross-validated points, of which `mape` and `median` are the relative errors after the shift."""
 
     shift: float
     low: float
     high: float
     n: int
+    mape: float = 0.0
+    median: float = 0.0
 
 
 class Tier(msgspec.Struct, frozen=True):

@@ -254,7 +254,15 @@ def tier(t: Table, predicted: dict[str, Array], keep: Mask) -> Tier:
         shift = float(ratio[int(np.searchsorted(weight, weight[-1] / 2))])
         lower = max(0, math.floor((n + 1) * 0.05) - 1)
         upper = min(n - 1, math.ceil((n + 1) * 0.95) - 1)
-        bands[m] = Band(round(shift, 4), round(float(ratio[lower]), 4), round(float(ratio[upper]), 4), n)
+        errors = np.abs(shift / ratio - 1.0)
+        bands[m] = Band(
+            round(shift, 4),
+            round(float(ratio[lower]), 4),
+            round(float(ratio[upper]), 4),
+            n,
+            round(float(errors.mean()), 4),
+            round(float(np.median(errors)), 4),
+        )
     return Tier(**bands)
 
 

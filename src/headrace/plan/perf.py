@@ -132,7 +132,7 @@ def _figure(value: float, band: Band, grade: Grade) -> Figure:
 
 def _widen(tier: Tier, factor: float) -> Tier:
     def band(b: Band) -> Band:
-        return Band(b.shift, b.low / factor, b.high * factor, b.n)
+        return msgspec.structs.replace(b, low=b.low / factor, high=b.high * factor)
 
     return Tier(band(tier.ttft), band(tier.tpot), band(tier.throughput))
 
