@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-import queue
-import threading
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from headrace.base.errors import InvalidInput
 from headrace.control.api import MemoryItem
-from headrace.control.step import StepPlan, StepResult
 from headrace.engine.attention import ATTENTION
 from headrace.engine.attention._contract import AttentionBackend
 from headrace.engine.backend import Limits
@@ -22,6 +19,8 @@ from headrace.engine.memory import available_bytes, keep_large_buffers, physical
 from headrace.engine.models import MODELS
 from headrace.engine.profile import StepProfile, profiled
 from headrace.engine.runner import Runner
+from headrace.engine.step_thread import ThreadExecutor
+from headrace.engine.steps import Steps
 from headrace.engine.weights.checkpoint import Checkpoint
 from headrace.engine.weights.dummy import DummySource
 from headrace.engine.weights.gguf import GGUFSource
@@ -33,8 +32,6 @@ from headrace.spec.config import EngineConfig
 from headrace.spec.locate import ModelFiles
 from headrace.spec.model import ModelSpec
 from headrace.text.grammar import GrammarTokens
-
-log = logging.getLogger("headrace.engine")
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _WEIGHTS = ("fp32", "bf16")
@@ -109,7 +106,7 @@ class TorchModel:
         )
         return int(self._available * memory_fraction) - self._decoder.nbytes - activations
 
-    def executor(self, layout: CacheLayout, limits: Limits) -> TorchExecutor:
+    def executor(self, layout: CacheLayout, limits: Limits) -> ThreadExecutor:
         grammars = Grammars(self.spec.vocab_size, self._grammar_tokens)
         with torch.inference_mode():
             runner = Runner(
@@ -120,10 +117,16 @@ class TorchModel:
                 _DTYPES[self.kv_precision],
                 _DTYPES[self.weights_precision],
                 torch.device("cpu"),
-                grammars,
             )
         self._memory.append(MemoryItem("kv_pool", layout.bytes_per_block * limits.num_blocks, runner.pool.nbytes))
-        return TorchExecutor(runner.step, self._threads, limits.max_num_seqs)
+        steps = Steps(runner, layout, limits, grammars)
+        return ThreadExecutor(steps.step, limits.max_num_seqs, name="headrace-torch", around=self._on_thread)
+
+    @contextmanager
+    def _on_thread(self) -> Iterator[None]:
+        torch.set_num_threads(self._threads)  # OpenMP keeps the number per calling thread
+        with torch.inference_mode():
+            yield
 
     def memory(self) -> tuple[MemoryItem, ...]:
         return tuple(self._memory)
@@ -139,70 +142,6 @@ class TorchModel:
             Tokenizer.from_gguf(files.gguf().metadata) if files.kind == "gguf" else Tokenizer.from_folder(files.root)
         )
         return GrammarTokens.of(tokenizer, self.spec.eos_token_ids or tokenizer.eos_token_ids)
-
-
-class TorchStep:
-    """A step in flight."""
-
-    def __init__(self, plan: StepPlan) -> None:
-        self.plan = plan
-        self._finished = threading.Event()
-        self._result: StepResult | None = None
-        self._error: BaseException | None = None
-
-    def done(self) -> bool:
-        return self._finished.is_set()
-
-    def result(self) -> StepResult:
-        self._finished.wait()
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-    def run(self, step: Callable[[StepPlan], StepResult]) -> None:
-        try:
-            self._result = step(self.plan)
-        except BaseException as error:
-            self._error = error
-        self._finished.set()
-
-
-class TorchExecutor:
-    """Runs steps in the order submitted on one thread; torch releases the interpreter lock inside its operations."""
-
-    def __init__(self, step: Callable[[StepPlan], StepResult], threads: int, max_num_seqs: int) -> None:
-        self._step = step
-        self._threads = threads
-        self._max_num_seqs = max_num_seqs
-        self._queue: queue.SimpleQueue[TorchStep | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="headrace-torch", daemon=True)
-        self._closed = False
-        self._thread.start()
-
-    def submit(self, plan: StepPlan) -> TorchStep:
-        if self._closed:
-            raise RuntimeError("the executor is closed")
-        step = TorchStep(plan)
-        self._queue.put(step)
-        return step
-
-    def reset(self) -> None:
-        """Let what was submitted run out, whatever comes of it, then release every slot."""
-        self.submit(StepPlan(-1, releases=tuple(range(self._max_num_seqs)))).result()
-
-    def close(self) -> None:
-        """Finish what was submitted, then end the thread."""
-        if not self._closed:
-            self._closed = True
-            self._queue.put(None)
-            self._thread.join()
-
-    def _work(self) -> None:
-        torch.set_num_threads(self._threads)  # OpenMP keeps the number per calling thread
-        with torch.inference_mode():
-            while (step := self._queue.get()) is not None:
-                step.run(self._step)
-                del step
 
 
 def _chosen(field: str, value: str, known: tuple[str, ...]) -> str:
