@@ -109,6 +109,22 @@ def test_shared_prefixes_equal_naive(name, kind, monkeypatch):
         torch.testing.assert_close(attend(ATTENTION.get(name), KINDS[kind], batch), expected, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["gqa", "everything"])
+def test_half_precision_stays_close(kind, dtype, monkeypatch):
+    """Queries in bf16 over caches of both half precisions, shared prefixes among them."""
+    monkeypatch.setattr("headrace.engine.attention.sdpa._CALL_BYTES", 4_000)
+    batch = random_batch(KINDS[kind], [(40, 1), (70, 1), (0, 20), (33, 1), (12, 9)], 1, shuffle=False)
+    if KINDS[kind].window is None:
+        share_prefixes(batch, {32: [0, 1, 3]})
+    expected = attend(ATTENTION.get("naive"), KINDS[kind], batch)
+    spans, q, k, v, cache = batch
+    half = (spans, q.bfloat16(), k.bfloat16(), v.bfloat16(), LayerCache(cache.kv.to(dtype)))
+    found = attend(ATTENTION.get("sdpa"), KINDS[kind], half)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), expected, atol=0.05, rtol=0.05)
+
+
 def test_shared_prefixes_are_read_once():
     kind = KINDS["gqa"]
     batch = random_batch(kind, [(400 + i, 1) for i in range(40)], 0, shuffle=False)
