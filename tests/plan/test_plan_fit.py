@@ -183,3 +183,20 @@ def test_pools_follow_their_rules():
     assert grown.full_block == 64  # 64 tokens of 100 bytes hold a state of 5,000
     split = SplitPool(10**6, (full, windowed), 1)
     assert split.tokens == int(10**6 / (100 + 80))
+
+
+@pytest.mark.parametrize(
+    ("model", "weights"),
+    [
+        ("Qwen/Qwen3-32B", "bf16"),
+        ("Qwen/Qwen3-235B-A22B-FP8", "fp8_block128"),
+        ("RedHatAI/Llama-3.3-70B-Instruct-FP8-dynamic", "fp8_channel"),
+        ("RedHatAI/Llama-3.3-70B-Instruct-quantized.w4a16", "int4_g128"),
+        ("nvidia/Qwen3-32B-NVFP4", "nvfp4"),
+        ("openai/gpt-oss-20b", "mxfp4"),
+        ("deepseek-ai/DeepSeek-R1", "fp8_block128"),
+    ],
+)
+def test_auto_is_the_precision_of_the_checkpoint_that_was_named(model, weights):
+    assert resolve(Inputs(model=model, gpu="b200-sxm-180", n_gpus=8, engine="vllm")).weights == weights
+    assert resolve(Inputs(model=model, gpu="b200-sxm-180", n_gpus=8, engine="vllm", weights="bf16")).weights == "bf16"

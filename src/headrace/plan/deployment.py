@@ -118,7 +118,7 @@ def resolve(inputs: Inputs) -> Deployment:
         raise InvalidInput(f"TensorRT-LLM does not run on {gpu.name}", field="engine", remedy="use vllm or sglang")
     policy = engine_facts.memory_policy(engine, inputs.engine_version)
     layout, replicas, notes = _layout(inputs)
-    weights, parts = _weights(inputs.weights, model, engine)
+    weights, parts = _weights(inputs.weights, model, inputs.model)
     kv = _kv(inputs.kv, model, weights, policy, gpu)
     _check_divisible(model.spec, layout)
     large = gpu.memory_bytes >= 70 * GIB and gpu.generation != "ampere"
@@ -209,6 +209,8 @@ def _check_divisible(spec: ModelSpec, layout: Layout) -> None:
         raise InvalidInput(f"pp {layout.pp} exceeds the {len(spec.layers)} layers", field="pp")
 
 
+_NAMED = re.compile(r"[-_ .](fp8|nvfp4|fp4|awq|gptq|int4|w4a16|w8a8|int8)\b", re.IGNORECASE)
+
 _WEIGHTS = {
     "fp8 col": "fp8_channel",
     "fp8 block": "fp8_block128",
@@ -221,12 +223,27 @@ _WEIGHTS = {
 }
 
 
-def _weights(name: str, model: Model, engine: str) -> tuple[str, tuple[tuple[str, str], ...]]:
+def _named_weights(asked: str) -> str:
+    """The weight format that a checkpoint's own name states (`…-FP8`, `…-AWQ`), or nothing."""
+    found = _NAMED.search(asked)
+    if found is None:
+        return ""
+    name = found[1].lower()
+    if name == "fp8":
+        return "fp8_block128" if asked.lower().startswith(("qwen/", "zai-org/", "deepseek-ai/")) else "fp8_channel"
+    return {"w4a16": "int4_g128", "gptq": "int4_g128", "int4": "int4_g128", "awq": "int4_g128_asym"}.get(
+        name, {"w8a8": "int8", "int8": "int8"}.get(name, "nvfp4")
+    )
+
+
+def _weights(name: str, model: Model, asked: str) -> tuple[str, tuple[tuple[str, str], ...]]:
     """The weight format, and the formats of parts that published checkpoints of that kind store otherwise."""
     spec = model.spec
     bare = re.sub(r"\s*\(.*\)\s*$", "", name.strip().lower())
     if bare in ("", "auto"):
-        return spec.checkpoint_precision, ()
+        bare = _named_weights(asked) if spec.checkpoint_precision in ("bf16", "fp16") else ""
+        if not bare:
+            return spec.checkpoint_precision, ()
     chosen = precision(_WEIGHTS.get(bare, bare)).name
     if spec.checkpoint_precision == "mxfp4" and bare == "fp4":
         return "mxfp4", ()
