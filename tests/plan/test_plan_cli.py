@@ -68,6 +68,15 @@ def test_perf_contract(capsys):
     assert "price" in err  # the staleness warning is a log line, not part of the answer
 
 
+def test_sensitivity(capsys):
+    code, out, _ = run(capsys, "perf", "llama-3.1-8b", "--concurrency", "8", "--sensitivity", "--json")
+    assert code == 0
+    assert "GPU price" in {s["what"] for s in json.loads(out)["sensitivity"]}
+    code, _, err = run(capsys, "perf", "llama-3.1-8b", "--gpu", "mi355x-288", "--sensitivity", "--json")
+    assert code == 2
+    assert "price" in err
+
+
 def test_rank_contract(capsys):
     code, out, _ = run(
         capsys, "rank", "llama-3.1-8b", "--preset", "premium-chat", "--gpu", "h100-sxm-80", "--gpu", "t4-16",

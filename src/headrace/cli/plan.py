@@ -151,12 +151,16 @@ def perf(
     acceptance: ACCEPTANCE = 0.7,
     prefix_hit_rate: HITS = 0.0,
     price: PRICE = None,
+    sensitivity: Annotated[
+        bool, typer.Option("--sensitivity", help="also say what moves the price of a token")
+    ] = False,
     report: Annotated[Path | None, typer.Option(help="write a self-contained HTML report")] = None,
     as_json: JSON = False,
 ) -> None:
     """Latency, throughput and dollars at a load, each with a 90 % interval and a grade."""
     from headrace.plan.deployment import Inputs
     from headrace.plan.perf import perf as plan_perf
+    from headrace.plan.search import tornado
 
     inputs = Inputs(
         model=model,
@@ -185,8 +189,9 @@ def perf(
     _notes(found.notes)
     if report is not None:
         _write_report(inputs, report)
+    swings = tornado(inputs) if sensitivity else ()
     if as_json:
-        _print(_plain(found))
+        _print(_plain(found) | ({"sensitivity": [_plain(s) for s in swings]} if sensitivity else {}))
         return
     print(found.subject)
     for name in (
@@ -200,6 +205,8 @@ def perf(
         figure = getattr(found, name)
         text = "no price known" if figure is None else _figure(figure)
         print(f"  {name:<32} {text}")
+    for s in swings:
+        print(f"  {s.what:<32} ${s.low:.3f} .. ${s.high:.3f} per million output tokens")
     if not found.fits:
         print("  it does not fit: see headrace plan fit")
 
