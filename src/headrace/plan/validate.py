@@ -171,8 +171,9 @@ def _memory(points: Sequence[Point], predicted: Sequence[Predicted], worst: list
     }
 
 
-def error_table(report: Mapping[str, Any]) -> str:
-    """The scores as the Markdown table of the documentation."""
+def error_table(report: Mapping[str, Any], calibration: CalibrationSet | None = None) -> str:
+    """The scores as the Markdown tables of the documentation; the last is what the calibration says of measured families."""
+    seen = (calibration or shipped()).seen
     memory = report["memory"]
     lines = [
         "| what | rows | answered | median error | mean error (MAPE) | 90 % interval covers |",
@@ -192,4 +193,8 @@ def error_table(report: Mapping[str, Any]) -> str:
             f"{errors[name]['mape']:.1%} ({errors[name]['n']})" if name in errors else "" for name, _, _ in METRICS
         ]
         lines.append(f"| {family} | " + " | ".join(cells) + " |")
+    lines += ["", "| family measured, cell left out | median error | MAPE |", "|---|---|---|"]
+    for name, label in (("ttft", "TTFT"), ("tpot", "time per token"), ("throughput", "throughput at saturation")):
+        band = getattr(seen, name)
+        lines.append(f"| {label} | {band.median:.1%} | {band.mape:.1%} |")
     return "\n".join(lines)
