@@ -191,19 +191,20 @@ def test_a_tiny_temperature_is_greedy(smollm: LLM, alone: list[Completion]) -> N
 
 
 def test_memory_stays_flat_over_many_requests(make: Make) -> None:
-    """The same work again and again: what a first time leaves behind (touched pages, kernels made for a shape) is there
-    after the warm-up."""
+    """The same requests again and again, one at a time so that every round has the same shapes: what a first time leaves
+    behind (touched pages, kernels made for a shape) is there after the warm-up."""
     llm = make(num_blocks=64, kv_bytes=None, max_model_len=64, prefix_cache=False)
     rng = random.Random(91)
-    prompts = [[rng.randrange(40_000) for _ in range(rng.randrange(1, 20))] for _ in range(32)]
+    prompts = [[rng.randrange(40_000) for _ in range(1 + i % 8)] for i in range(20)]
 
     def serve() -> int:
-        answers = llm.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True, logprobs=1))
-        assert {c.finish_reason for c in answers} == {FinishReason.LENGTH}
+        for prompt in prompts:
+            answer = llm.generate([prompt], SamplingParams(max_tokens=2, ignore_eos=True, logprobs=1))[0]
+            assert answer.finish_reason is FinishReason.LENGTH
         return psutil.Process().memory_info().rss
 
     warm = [serve() for _ in range(3)][-1]
-    assert max(serve() for _ in range(3)) - warm < 8 * 2**20
+    assert max(serve() for _ in range(4)) - warm < 4 * 2**20
     assert llm.stats.free_blocks == llm.stats.total_blocks
 
 
