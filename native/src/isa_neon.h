@@ -67,6 +67,24 @@ inline void store_s8(int8_t* p, F x) {
   const int16x8_t high = vcombine_s16(vqmovn_s32(vcvtnq_s32_f32(x.v[2])), vqmovn_s32(vcvtnq_s32_f32(x.v[3])));
   vst1q_s8(p, vcombine_s8(vqmovn_s16(low), vqmovn_s16(high)));
 }
+inline float sum_lanes(F a) {
+  const float32x4_t q = vaddq_f32(vaddq_f32(a.v[0], a.v[2]), vaddq_f32(a.v[1], a.v[3]));
+  const float32x2_t h = vadd_f32(vget_low_f32(q), vget_high_f32(q));
+  return vget_lane_f32(h, 0) + vget_lane_f32(h, 1);
+}
+inline float max_lanes(F a) {
+  float v[16], top;
+  store(v, a);
+  top = v[0];
+  for (int i = 1; i < 16; i++) top = top > v[i] ? top : v[i];
+  return top;
+}
+inline bool has_nan(F a) {
+  uint32x4_t ordered = vceqq_f32(a.v[0], a.v[0]);
+  for (int i = 1; i < 4; i++) ordered = vandq_u32(ordered, vceqq_f32(a.v[i], a.v[i]));
+  return vminvq_u32(ordered) == 0;
+}
+inline int32_t sum_s8(const int8_t* p) { return vaddlvq_s8(vld1q_s8(p)); }
 #undef HR_QUARTERS
 
 }  // namespace headrace::neon

@@ -33,6 +33,18 @@ inline F scale2(F a, F n) { HR_LANES a.v[i] = std::isfinite(n.v[i]) ? std::ldexp
 inline F zero_below(F x, float limit, F value) { HR_LANES value.v[i] = x.v[i] < limit ? 0.0f : value.v[i]; return value; }
 inline F keep_lanes(F a, int lo, int hi, float other) { HR_LANES a.v[i] = i >= lo && i < hi ? a.v[i] : other; return a; }
 inline void store_s8(int8_t* p, F a) { HR_LANES { const float x = std::nearbyint(a.v[i]); p[i] = (int8_t)(x > 127 ? 127 : x < -128 ? -128 : x == x ? x : 0); } }
+inline float sum_lanes(F a) {
+  for (int w = 8; w > 0; w >>= 1)
+    for (int i = 0; i < w; i++) a.v[i] += a.v[i + w];
+  return a.v[0];
+}
+inline float max_lanes(F a) {
+  for (int w = 8; w > 0; w >>= 1)
+    for (int i = 0; i < w; i++) a.v[i] = a.v[i] > a.v[i + w] ? a.v[i] : a.v[i + w];
+  return a.v[0];
+}
+inline bool has_nan(F a) { bool found = false; HR_LANES found |= a.v[i] != a.v[i]; return found; }
+inline int32_t sum_s8(const int8_t* p) { int32_t s = 0; HR_LANES s += p[i]; return s; }
 #undef HR_LANES
 
 }  // namespace headrace

@@ -9,22 +9,6 @@
 
 namespace headrace::HR_ISA {
 
-// One fixed reduction tree for every instruction set.
-inline float sum_lanes(F a) {
-  float v[16];
-  store(v, a);
-  for (int w = 8; w > 0; w >>= 1)
-    for (int i = 0; i < w; i++) v[i] += v[i + w];
-  return v[0];
-}
-inline float max_lanes(F a) {
-  float v[16];
-  store(v, a);
-  for (int w = 8; w > 0; w >>= 1)
-    for (int i = 0; i < w; i++) v[i] = v[i] > v[i + w] ? v[i] : v[i + w];
-  return v[0];
-}
-
 // exp with about 1 ulp of error; 0 below -87, NaN stays NaN. Range reduction by ln 2 in two parts, then a Taylor-like
 // minimax polynomial on [-ln2/2, ln2/2].
 inline F exp(F x) {
@@ -63,15 +47,13 @@ static void quantize(const float* x, int64_t k, QGroup* out) {
     }
     const F a = load(p), b = load(p + 16);
     const float top = max_lanes(max(abs(a), abs(b)));
-    const float broken = sum_lanes(fma(a, zero(), mul(b, zero())));  // 0, or NaN if anything is NaN or infinite
-    const float scale = top / 127.0f + broken;
-    const float inverse = top > 0 && broken == 0 ? 127.0f / top : 0.0f;
+    const bool broken = has_nan(fma(a, zero(), mul(b, zero())));  // 0 * infinity is NaN too
+    const float scale = broken ? std::numeric_limits<float>::quiet_NaN() : top / 127.0f;
+    const float inverse = top > 0 && !broken ? 127.0f / top : 0.0f;
     int8_t* q = out[g].codes;
     store_s8(q, round(mul(a, set1(inverse))));
     store_s8(q + 16, round(mul(b, set1(inverse))));
-    int32_t s0 = 0, s1 = 0;
-    for (int i = 0; i < 16; i++) s0 += q[i];
-    for (int i = 16; i < 32; i++) s1 += q[i];
+    const int32_t s0 = sum_s8(q), s1 = sum_s8(q + 16);
     out[g].scale = scale;
     out[g].weighted = scale * (float)(s0 + s1);
     out[g].sum = s0 + s1;
@@ -310,6 +292,10 @@ static void mix_values(const KvPool& kv, const int32_t* table, int head, int64_t
     const int64_t block = t / bt;
     const int64_t end = std::min<int64_t>(to, (block + 1) * bt);
     const uint8_t* values = kv.values(table[block], head);
+    if (R <= 4 && end < to && dim == 0) {
+      const uint8_t* next = kv.values(table[block + 1], head);
+      for (int64_t i = 0; i < (int64_t)bt * dv * kv.element(); i += 64) __builtin_prefetch(next + i);
+    }
     for (; t < end; t++) {
       F v[N];
       for (int n = 0; n < N; n++) v[n] = load_kv<T>(values, (t - block * bt) * dv + dim + n * 16);
@@ -386,11 +372,20 @@ static void attend(const KvPool& kv, const AttentionItem& it, int first_pair, fl
     }
   };
   const auto keys_at = [&](int64_t t) { return kv.keys(it.table[t / bt], it.head) + t % bt * kv.element(); };
+  // Blocks lie anywhere, so the hardware does not foresee the next one; few rows would wait for memory at each.
+  const auto foresee = [&](int64_t t) {
+    if (R > 4 || t >= stop) return;
+    const uint8_t* next = kv.keys(it.table[t / bt], it.head);
+    for (int64_t i = 0; i < bt * kv.head_dim * kv.element(); i += 64) __builtin_prefetch(next + i);
+  };
   constexpr int B = R <= 4 ? 4 : 1;
   int64_t t = start;
   for (; t + 16 * (B - 1) < stop; t += 16 * B) {
     const uint8_t* keys[B];
-    for (int b = 0; b < B; b++) keys[b] = keys_at(t + 16 * b);
+    for (int b = 0; b < B; b++) {
+      keys[b] = keys_at(t + 16 * b);
+      foresee(t + 16 * (b + B));
+    }
     F s[R * B];
     score_blocks<T, R, B>(keys, bt, kv.head_dim, q, s);
     for (int b = 0; b < B; b++) keep(t + 16 * b, s + b * R);

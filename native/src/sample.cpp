@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
+#include <functional>
 #include <limits>
 #include <numeric>
 #include <vector>
@@ -9,33 +11,55 @@
 namespace headrace {
 namespace {
 
-// Largest weights looked at first for top-p; a row whose mass is not among them is sorted whole.
-constexpr int64_t kCandidates = 1024;
+// Weights are at most 1. Bucket b holds those in [2^-(b+1)/4 .. 2^-b/4) roughly: the exponent and two bits of the mantissa,
+// so that larger weights come first; everything below 2^-30 shares the last one.
+constexpr int kBuckets = 128;
+int bucket_of(float w) {
+  uint32_t bits;
+  std::memcpy(&bits, &w, 4);
+  const int quarter = (int)(bits >> 21);  // grows with w; that of 1.0f is 127 * 4
+  return std::clamp(127 * 4 - quarter, 0, kBuckets - 1);
+}
 
 // The smallest weight that top-k, then top-p of what top-k left, keep. A token is kept by top-p if the mass before it is
-// below p of the total; tokens tied with the last one kept are kept.
+// below p of the total; tokens tied with the last one kept are kept. Buckets tell how many of the largest weights decide
+// that; only those are sorted.
 float least_kept(const std::vector<float>& weights, int64_t top_k, double top_p) {
   const int64_t n = (int64_t)weights.size(), k = top_k > 0 ? std::min(top_k, n) : n;
-  static thread_local std::vector<float> best;
-  for (int64_t width = std::min(n, std::max(kCandidates, top_k > 0 ? k : 0));; width = n) {
-    best.assign(weights.begin(), weights.end());
-    if (width < n) std::nth_element(best.begin(), best.begin() + width - 1, best.end(), std::greater<float>());
-    std::sort(best.begin(), best.begin() + width, std::greater<float>());
-    const int64_t within = std::min(k, width);
-    if (top_p >= 1.0) {
-      if (k <= width) return k == n ? 0.0f : best[k - 1];
-      continue;
-    }
-    double total = 0;
-    if (k < n)
-      for (int64_t i = 0; i < within; i++) total += best[i];
-    else
-      for (int64_t i = 0; i < n; i++) total += weights[i];
-    double mass = 0;
-    int64_t kept = 0;
-    while (kept < within && (kept == 0 || mass < top_p * total)) mass += best[kept++];
-    if (kept < width || k <= width || width == n) return best[kept - 1];
+  int64_t count[kBuckets] = {0};
+  double mass[kBuckets] = {0}, all = 0;
+  for (const float w : weights) {
+    const int b = bucket_of(w);
+    count[b]++;
+    mass[b] += w;
   }
+  for (const double m : mass) all += m;
+  // Enough buckets for the first k, or, if k does not bind, for a mass safely above p of the total.
+  const double enough = k < n || top_p >= 1.0 ? std::numeric_limits<double>::infinity() : top_p * all * (1 + 1e-9) + 1e-300;
+  int last = 0;
+  int64_t taken = count[0];
+  double held = mass[0];
+  while (last + 1 < kBuckets && taken < k && held < enough) {
+    last++;
+    taken += count[last];
+    held += mass[last];
+  }
+  static thread_local std::vector<float> best;
+  best.clear();
+  for (const float w : weights)
+    if (bucket_of(w) <= last) best.push_back(w);
+  std::sort(best.begin(), best.end(), std::greater<float>());
+  const int64_t within = std::min<int64_t>(k, (int64_t)best.size());
+  if (top_p >= 1.0) return k == n ? 0.0f : best[within - 1];
+  double total = all;
+  if (k < n) {
+    total = 0;
+    for (int64_t i = 0; i < within; i++) total += best[i];
+  }
+  double before = 0;
+  int64_t kept = 0;
+  while (kept < within && (kept == 0 || before < top_p * total)) before += best[kept++];
+  return best[kept - 1];
 }
 
 }  // namespace

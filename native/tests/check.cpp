@@ -19,11 +19,9 @@ using namespace headrace;
 
 namespace {
 std::mt19937 rng(1);
+std::normal_distribution<float> bell(0, 1);
 
-float normal() {
-  static std::normal_distribution<float> d(0, 1);
-  return d(rng);
-}
+float normal() { return bell(rng); }
 int64_t between(int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(rng); }
 std::vector<float> normals(size_t n, float scale = 1) {
   std::vector<float> v(n);
@@ -181,6 +179,7 @@ struct Network {
   }
   Network(const Kernels* k, int threads, KvType kv, bool experts, unsigned seed) {
     rng.seed(seed);
+    bell.reset();  // it keeps every second value
     ModelConfig c;
     c.hidden = hidden;
     c.vocab = vocab;
@@ -348,6 +347,10 @@ void packing() {
       const int64_t k = s >= Source::q4_k && s <= Source::q6_k ? 512 : 96;
       std::vector<uint8_t> raw(n * source_row_bytes(s, k));
       for (auto& b : raw) b = (uint8_t)(rng() % 120);  // finite whatever it is read as
+      for (int64_t i = 0; s == Source::f32 && i < n * k; i++) {
+        const float v = normal();
+        std::memcpy(raw.data() + 4 * i, &v, 4);
+      }
       std::vector<Format> targets{natural_format(s)};
       if (s == Source::f32 || s == Source::f16) targets.insert(targets.end(), {{Codes::s8, Scales::plain, 0}, {Codes::u4, Scales::min, 0}});
       for (const Format& f : targets) {
