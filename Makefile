@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.headrace-setup
 
-.PHONY: setup demo serve test test-gpu check format clean
+.PHONY: setup demo serve test test-gpu check check-native format clean
 
 setup: $(STAMP)
 
@@ -23,6 +23,10 @@ test: setup
 
 test-gpu: setup
 	$(BIN)/pytest -m gpu
+
+# The native kernels without Python: plain, under sanitizers, for aarch64 under qemu (minutes of compiling).
+check-native:
+	bash native/tests/check.sh
 
 check: setup
 	$(BIN)/ruff format --check src tests benchmarks scripts

@@ -19,7 +19,7 @@ inline void relax() {
 #endif
 }
 // Long enough to bridge the serial parts of a step and the sampling after it, short enough that an idle server sleeps.
-constexpr auto kSpin = std::chrono::microseconds(200);
+constexpr auto kSpin = std::chrono::microseconds(100);
 }  // namespace
 
 Pool::Pool(int threads, std::vector<int> pin) : threads_(threads < 1 ? 1 : threads) {

@@ -160,6 +160,17 @@ def file_weights_read_bytes(spec: ModelSpec, header: GGUFHeader, batch_tokens: i
     return total
 
 
+def native_weight_bytes(spec: ModelSpec, weights: str = "auto", header: GGUFHeader | None = None) -> int:
+    """Bytes that the native CPU backend allocates for the weights, packed and aligned (`headrace.spec.packing`).
+
+    `weights` as in the engine's option. With a GGUF header, what its mix of types packs to; without, what the checkpoint's
+    precision does.
+    """
+    from headrace.spec.packing import packed_weight_bytes
+
+    return packed_weight_bytes(spec, weights, header)
+
+
 _GGUF_PARTS: tuple[tuple[str, Part], ...] = (
     (r"^(token_embd|position_embd)", "embedding"),
     (r"^output\.", "lm_head"),

@@ -25,11 +25,11 @@ from headrace.engine.weights.dummy import DummySource
 from headrace.engine.weights.gguf import GGUFSource
 from headrace.engine.weights.safetensors import SafetensorsSource, checkpoint_paths
 from headrace.engine.weights.source import TensorSource
-from headrace.spec.accounting import activation_bytes
+from headrace.spec.accounting import activation_bytes, native_weight_bytes
 from headrace.spec.cache import CacheLayout
 from headrace.spec.config import EngineConfig
 from headrace.spec.locate import ModelFiles
-from headrace.spec.packing import WEIGHTS, packed_weight_bytes
+from headrace.spec.packing import WEIGHTS
 from headrace.text.grammar import GrammarTokens
 
 log = logging.getLogger("headrace.engine")
@@ -118,7 +118,7 @@ class NativeModel:
         self._pool = pool
         self._available = available
         header = files.gguf() if files.kind == "gguf" and not dummy else None
-        predicted = packed_weight_bytes(self.spec, _dummy_weights(options.weights, self.spec, dummy), header)
+        predicted = native_weight_bytes(self.spec, _dummy_weights(options.weights, self.spec, dummy), header)
         self._memory = [MemoryItem("weights", predicted, plan.arena.nbytes)]
 
     def kv_budget_bytes(self, memory_fraction: float, max_num_seqs: int, max_batched_tokens: int) -> int:
