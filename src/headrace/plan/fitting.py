@@ -27,7 +27,17 @@ from headrace.plan.calibration import (
     key_of,
 )
 from headrace.plan.closed_loop import Loop, Times, closed_loop
-from headrace.plan.costs.roofline import BASE, ENGINE_TERMS, GENERATION_TERMS, Efficiency, Peaks, efficiency
+from headrace.plan.costs.roofline import (
+    BASE,
+    CEILING,
+    ENGINE_TERMS,
+    FRACTIONS,
+    GENERATION_TERMS,
+    Efficiency,
+    Peaks,
+    kernel_path,
+    terms,
+)
 from headrace.plan.costs.work import Work
 from headrace.plan.deployment import resolve
 from headrace.plan.points import Point
@@ -130,9 +140,26 @@ def _spread(name: str) -> float:
     return PRIOR[name.split(".")[0]] if "." in name else PRIOR["base"]
 
 
-def _efficiencies(t: Table, parameters: dict[str, float]) -> Efficiency:
-    per_key = _stack([efficiency(parameters, *key) for key in t.keys], Efficiency)
-    return Efficiency(**{f.name: getattr(per_key, f.name)[t.key_of] for f in fields(Efficiency)})
+def _design(t: Table, names: Sequence[str]) -> Array:
+    """Which parameters multiply which efficiency, [efficiencies, keys, parameters], zeros and ones: what `efficiency` sums."""
+    design = np.zeros((len(BASE), len(t.keys), len(names)))
+    place = {name: i for i, name in enumerate(names)}
+    for i, name in enumerate(BASE):
+        for j, (engine, generation, weights) in enumerate(t.keys):
+            for term in terms(name, engine, generation, kernel_path(weights)):
+                if term in place:
+                    design[i, j, place[term]] += 1.0
+    return design
+
+
+def _efficiencies(t: Table, design: Array, parameters: Array) -> tuple[Efficiency, Array]:
+    """Efficiencies of every point, and the slopes of their logarithms to their parameters' sums, [efficiencies, points]."""
+    raw = np.array(list(BASE.values()))[:, None] * np.exp(design @ parameters)
+    fraction = np.array([name in FRACTIONS for name in BASE])[:, None]
+    reached = np.tanh(raw / CEILING)
+    value = np.where(fraction, CEILING * reached, raw)
+    slope = np.where(fraction, raw / CEILING * (1.0 - reached**2) / reached, 1.0)
+    return Efficiency(**dict(zip(BASE, value[:, t.key_of], strict=True))), slope[:, t.key_of]
 
 
 def _times(t: Table, e: Efficiency) -> Times:
@@ -170,33 +197,39 @@ def fit(t: Table, mask: Mask, iterations: int = 40) -> Calibration:
     sigma = np.array([SIGMA[m] for m in METRICS])[:, None]
     skewed = np.array([m in SKEWED for m in METRICS])[:, None]
 
-    def model(z: Array) -> tuple[Array, Efficiency]:
+    design = _design(t, names)
+
+    def model(z: Array) -> tuple[Array, Efficiency, Array]:
         x = np.clip(z, -LIMIT, LIMIT) * prior
         effects = x[base:].reshape(len(EFFECTS), groups)
-        e = _efficiencies(t, dict(zip(names, x[:base], strict=True)))
+        e, slope = _efficiencies(t, design, x[:base])
         total = _sum_groups(t, effects)
         e = replace(e, wave=e.wave * np.exp(total[3]))
-        return _logs(t, e) + total[:3], e
+        return _logs(t, e) + total[:3], e, slope
 
     def residuals(z: Array) -> Array:
-        logs, _ = model(z)
+        logs, _, _ = model(z)
         error = logs - observed
         return np.concatenate([(np.where(skewed, np.expm1(np.minimum(error, FAR)), error) / sigma)[seen], z])
 
     def jacobian(z: Array) -> Array:
-        at, e = model(z)
+        at, e, slope_of_fraction = model(z)
         error = at - observed
         # The slope of expm1(error); beyond FAR the residual no longer moves.
         slope_of_skewed = np.where(error < FAR, np.exp(np.minimum(error, FAR)), 0.0)
         gain = np.where(skewed, slope_of_skewed, 1.0) / sigma
-        step = 1e-3
+        step = 1e-4
         data = np.zeros((int(seen.sum()), len(z)))
-        for j in range(base):
-            moved = z.copy()
-            moved[j] += step
-            data[:, j] = (((model(moved)[0] - at) / step) * gain)[seen]
-        total = at - _logs(t, e)
-        by_wave = (_logs(t, replace(e, wave=e.wave * math.exp(step))) + total - at) / step
+        plain = _logs(t, e)
+        for i, name in enumerate(BASE):
+            moved = replace(e, **{name: getattr(e, name) * math.exp(step)})
+            by_name = (_logs(t, moved) - plain) / step
+            if name == "wave":
+                by_wave = by_name
+            data[:, :base] += ((by_name * slope_of_fraction[i] * gain)[seen])[:, None] * np.broadcast_to(
+                design[i][t.key_of], (*at.shape, base)
+            )[seen]
+        data[:, :base] *= prior[:base]
         columns = np.broadcast_to(np.arange(at.shape[1]), at.shape)[seen]
         rows = np.arange(len(columns))
         for which in range(len(EFFECTS)):
@@ -227,7 +260,8 @@ def fit(t: Table, mask: Mask, iterations: int = 40) -> Calibration:
 
 def predict(t: Table, c: Calibration) -> dict[str, Array]:
     """Predictions of all points (seconds, tokens per second and GPU)."""
-    e = _efficiencies(t, c.parameters)
+    names = _names(t)
+    e, _ = _efficiencies(t, _design(t, names), np.array([c.parameters.get(n, 0.0) for n in names]))
     none = Effects()
     effects = np.array([[getattr(c.effects.get(g, none), which) for g in t.groups] for which in EFFECTS])
     total = _sum_groups(t, effects)

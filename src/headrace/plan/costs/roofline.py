@@ -111,32 +111,35 @@ ENGINE_TERMS = (
 GENERATION_TERMS = ("gemm", "memory_all", "fixed")
 
 
-def efficiency(parameters: Mapping[str, float], engine: str, generation: str, weights: str) -> Efficiency:
-    """Efficiencies of an engine on a generation: the base, times what the fit found for either (1 where it saw none).
+FRACTIONS = ("gemm16", "gemm8", "gemm4", "experts", "attention", "decode_attention", "memory", "expert_memory", "kv")
+"""Efficiencies below `CEILING`; the other terms are times, counts and the link."""
+
+
+def terms(name: str, engine: str, generation: str, path: str) -> tuple[str, ...]:
+    """The fitted parameters, logarithms of factors, that multiply one efficiency's starting point.
 
     The fixed time of an MoE layer depends on the kernels that the weight format selects, so it has a term for the pair.
     """
+    found = [name]
+    if name in FRACTIONS:
+        shared = "memory_all" if name in ("memory", "expert_memory", "kv") else "gemm"
+        return (name, f"engine.{engine}.{shared}", f"generation.{generation}.{shared}")
+    if name in ENGINE_TERMS:
+        found.append(f"engine.{engine}.{name}")
+    if name in ("layer_s", "moe_s", "step_s", "collective_s"):
+        found.append(f"generation.{generation}.fixed")
+    if name in ("moe_s", "eager_moe_s"):
+        found.append(f"path.{engine}.{path}.moe_s")
+    return tuple(found)
+
+
+def efficiency(parameters: Mapping[str, float], engine: str, generation: str, weights: str) -> Efficiency:
+    """Efficiencies of an engine on a generation: the base, times what the fit found for either (1 where it saw none)."""
     path = kernel_path(weights)
-
-    def factor(scope: str, name: str, term: str) -> float:
-        return math.exp(min(3.0, max(-3.0, parameters.get(f"{scope}.{name}.{term}", 0.0))))
-
     values: dict[str, float] = {}
     for name, start in BASE.items():
-        value = start * math.exp(min(3.0, max(-3.0, parameters.get(name, 0.0))))
-        if name in ("gemm16", "gemm8", "gemm4", "experts", "attention", "decode_attention"):
-            value *= factor("engine", engine, "gemm") * factor("generation", generation, "gemm")
-            value = CEILING * math.tanh(value / CEILING)
-        elif name in ("memory", "expert_memory", "kv"):
-            value *= factor("engine", engine, "memory_all") * factor("generation", generation, "memory_all")
-            value = CEILING * math.tanh(value / CEILING)
-        elif name != "link":
-            value *= factor("engine", engine, name) if name in ENGINE_TERMS else 1.0
-            if name in ("layer_s", "moe_s", "step_s", "collective_s"):
-                value *= factor("generation", generation, "fixed")
-            if name in ("moe_s", "eager_moe_s"):
-                value *= factor("path", f"{engine}.{path}", "moe_s")
-        values[name] = value
+        value = start * math.exp(sum(parameters.get(term, 0.0) for term in terms(name, engine, generation, path)))
+        values[name] = CEILING * math.tanh(value / CEILING) if name in FRACTIONS else value
     return Efficiency(**values)
 
 
