@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace.base.errors import HeadraceError
 from headrace.control.step import SlotInit
-from headrace.text.grammar import GrammarMatcher, GrammarTokens, mask_words
+
+if TYPE_CHECKING:  # the grammar library is imported with the first grammar, not with every engine
+    from headrace.text.grammar import GrammarMatcher, GrammarTokens
 
 
 class Grammars:
     """One matcher per slot that has a grammar. Faults are returned as text: they end one sequence, never a step."""
 
     def __init__(self, vocab_size: int, tokens: Callable[[], GrammarTokens]) -> None:
-        self._words = mask_words(vocab_size)
+        self._vocab_size = vocab_size
         self._make_tokens = tokens
         self._tokens: GrammarTokens | None = None
         self._matchers: dict[int, GrammarMatcher] = {}
@@ -49,9 +52,12 @@ class Grammars:
         faults: dict[int, str] = {}
         if not self._matchers:
             return found, faults
+        from headrace.text.grammar import mask_words
+
+        count = mask_words(self._vocab_size)
         for slot, row in rows.items():
             if (matcher := self._matchers.get(slot)) is not None:
-                words = np.empty(self._words, np.int32)
+                words = np.empty(count, np.int32)
                 try:
                     matcher.fill(words)
                 except HeadraceError as error:

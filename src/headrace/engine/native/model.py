@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import headrace_native
 
@@ -30,7 +31,9 @@ from headrace.spec.cache import CacheLayout
 from headrace.spec.config import EngineConfig
 from headrace.spec.locate import ModelFiles
 from headrace.spec.packing import WEIGHTS
-from headrace.text.grammar import GrammarTokens
+
+if TYPE_CHECKING:
+    from headrace.text.grammar import GrammarTokens
 
 log = logging.getLogger("headrace.engine")
 
@@ -149,6 +152,7 @@ class NativeModel:
         return (note, f"weights packed as {forms}")
 
     def _grammar_tokens(self) -> GrammarTokens:
+        from headrace.text.grammar import GrammarTokens
         from headrace.text.tokenizer import Tokenizer
 
         files = self._files
