@@ -150,6 +150,19 @@ def foreign_load(bench: Bench) -> list[dict[str, float]]:
     return rows
 
 
+def draw(record: dict[str, object], path: Path) -> None:
+    """Step time over context, one line per batch size."""
+    import altair
+
+    rows = [r for r in record["decode"]]  # type: ignore[attr-defined]
+    chart = altair.Chart(altair.Data(values=rows), title="One decode step of SmolLM2-135M").mark_line(point=True)
+    chart.encode(
+        x=altair.X("context:Q", scale=altair.Scale(type="log"), title="context, tokens"),
+        y=altair.Y("median_ms:Q", scale=altair.Scale(type="log"), title="step, ms"),
+        color=altair.Color("batch:O", title="batch"),
+    ).properties(width=560, height=360).save(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
@@ -175,6 +188,7 @@ def main() -> None:
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(record, indent=1) + "\n")
+        draw(record, args.out.with_suffix(".svg"))
 
 
 if __name__ == "__main__":
