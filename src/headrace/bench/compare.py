@@ -11,6 +11,7 @@ import numpy as np
 
 from headrace.base.errors import InvalidInput
 from headrace.bench import stats
+from headrace.bench.neighbours import NOTICEABLE_CORES
 from headrace.bench.records import META_FILE, SUMMARY_FILE, read_records
 
 SERIES_FILE = "series.json"
@@ -166,6 +167,13 @@ def _warnings(summaries: tuple[list[dict[str, Any]], ...], interleaved: bool) ->
         for summary in side:
             if not summary.get("valid", True):
                 found.append(f"a run of {name} is not valid: {'; '.join(summary['invalid_because'])}")
+    foreign = [summary.get("foreign_cores") or 0.0 for side in summaries for summary in side]
+    if max(foreign) >= NOTICEABLE_CORES:
+        busy = sum(cores >= NOTICEABLE_CORES for cores in foreign)
+        found.append(
+            f"other programs used up to {max(foreign):.2f} cores in {busy} of {len(foreign)} runs: engines suffer from that "
+            "unequally, which interleaving does not undo"
+        )
     hosts = {str(sorted(summary.get("host", {}).items())) for side in summaries for summary in side}
     if len(hosts) > 1:
         found.append("the runs are from different hosts")

@@ -20,6 +20,7 @@ from headrace.bench import quality_probe, stats
 from headrace.bench.arrivals import ArrivalOptions
 from headrace.bench.compare import read_summary
 from headrace.bench.endpoint import Endpoint
+from headrace.bench.neighbours import NOTICEABLE_CORES
 from headrace.bench.run import InvalidRun, Watch, run
 from headrace.bench.rungs import Step, all_rungs, baseline_settings, steps
 from headrace.bench.series import aimed
@@ -62,6 +63,7 @@ class LadderSettings(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     only: tuple[str, ...] = ()
     run_noise: float = 0.03
+    idle_wait_s: float = 0.0
 
     def check(self) -> None:
         """Raise `InvalidInput` naming the option that cannot be."""
@@ -210,6 +212,7 @@ async def _cells(
             warmup=1,
             arrivals=ArrivalOptions(concurrency=users, kind="closed"),
             salt=f"{repeat}/{users}/{context}",
+            idle_wait_s=settings.idle_wait_s,
         )  # fmt: skip
         name = f"users-{users}-context-{context}-repeat-{repeat + 1}"
         summary = await run(one, folder / name, Watch(record=watch.record), headroom=False)
@@ -229,17 +232,21 @@ def _result(settings: LadderSettings, states: list[StepState], out: Path) -> dic
         "settings": msgspec.to_builtins(settings),
         "host": _host_of(states, out),
         "steps": [_step_result(s, values[id(s)], baselines, anchor, settings.run_noise) for s in states],
-        "notes": _notes(states),
+        "notes": _notes(states, values),
         "valid": any(s.status == "measured" for s in states),
         "invalid_because": [],
     }
 
 
-def _notes(states: list[StepState]) -> list[str]:
+def _notes(states: list[StepState], values: Mapping[int, dict[str, list[dict[str, Any]]]]) -> list[str]:
     notes = ["every step runs the same executor, so that the naive loop and the engine differ in scheduling only"]
     for state in states:
         if state.status == "measured" and state.share < 1:
             notes.append(f"{state.label}: {state.share:.0%} of the requests, the rest would take too long")
+    foreign = [s.get("foreign_cores") or 0.0 for cells in values.values() for runs in cells.values() for s in runs]
+    if foreign and max(foreign) >= NOTICEABLE_CORES:
+        busy = sum(cores >= NOTICEABLE_CORES for cores in foreign)
+        notes.append(f"other programs used up to {max(foreign):.2f} cores in {busy} of {len(foreign)} runs")
     return notes
 
 
@@ -264,6 +271,8 @@ def _step_result(
                 mean = stats.mean_interval(np.array(values))
                 name = key if statistic == "value" else f"{key.removesuffix('_s')}_{statistic}_s"
                 entry[name] = {"value": mean.value, "low": mean.low, "high": mean.high}
+        foreign = [s["foreign_cores"] for s in summaries if s.get("foreign_cores") is not None]
+        entry["foreign_cores"] = max(foreign) if foreign else None
         usage = [s["kv_use"]["peak"] for s in summaries if s.get("kv_use")]
         entry["kv_peak"] = float(np.mean(usage)) if usage else None
         hits = [s["prefix_hit"]["share"] for s in summaries if s.get("prefix_hit")]

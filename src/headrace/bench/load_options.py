@@ -48,6 +48,7 @@ class LoadOptions:
     usd_per_hour: Annotated[float | None, "price of the machine, for dollars per million tokens"] = None
     max_failures: Annotated[str, "share of failed requests above which a run is not valid"] = "10%"
     max_client_delay: Annotated[float, "milliseconds (p99) that the client itself may add"] = 10.0
+    idle_wait: Annotated[float, "seconds to wait before each run for other programs of this host to become idle"] = 0.0
     headroom: Annotated[bool, "prove the client's headroom on the golden server before the run"] = True
 
     def settings(
@@ -97,6 +98,7 @@ class LoadOptions:
             usd_per_hour=self.usd_per_hour,
             max_failures=parse_share(self.max_failures, "--max-failures"),
             max_client_delay_s=self.max_client_delay / 1e3,
+            idle_wait_s=self.idle_wait,
         )
         settings.check()
         return settings

@@ -22,6 +22,7 @@ from headrace.bench.arrivals import ArrivalOptions, Closed, Renewal
 from headrace.bench.drive import Share
 from headrace.bench.endpoint import EndpointError, probe
 from headrace.bench.headroom import load_of, most_processes, prove
+from headrace.bench.neighbours import Neighbours, wait_until_idle
 from headrace.bench.records import (
     META_FILE,
     SAMPLES_FILE,
@@ -114,6 +115,8 @@ async def resume(out: Path, watch: Watch | None = None, *, api_key: str | None =
 
 async def _send(out: Path, meta: RunMeta, watch: Watch, done: frozenset[int], already_s: float) -> dict[str, Any]:
     settings = meta.settings
+    if settings.idle_wait_s:
+        await wait_until_idle(settings.idle_wait_s)
     meta.load_average = [os.getloadavg()[0]]
     async with _client_processes(out, 1 if done else settings.processes) as processes:
         meta.origin_s = time.monotonic() - already_s + _lead_s(settings)
@@ -122,10 +125,12 @@ async def _send(out: Path, meta: RunMeta, watch: Watch, done: frozenset[int], al
             endpoint = settings.endpoint
             scraper = Scraper(endpoint.url, dict(endpoint.headers), samples, meta.origin_s, settings.scrape_period_s)
             await scraper.start()
+            neighbours = Neighbours()
             try:
                 report = await _drive(settings, out, meta.origin_s, watch, done, already_s, processes)
             finally:
                 await scraper.stop()
+            meta.foreign_cores = neighbours.cores() if settings.target.get("command") else None
     meta.finished = True
     meta.load_average.append(os.getloadavg()[0])
     _write_meta(out, meta)

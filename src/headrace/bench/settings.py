@@ -47,6 +47,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     scrape_period_s: float = 0.5
     max_failures: float = 0.1
     max_client_delay_s: float = 0.01
+    idle_wait_s: float = 0.0
     target: dict[str, Any] = {}
 
     def check(self) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headrace.bench.metrics import measure
+from headrace.bench.neighbours import NOTICEABLE_CORES
 from headrace.bench.records import Outcome, RequestRecord, ServerSample, TokenSource
 from headrace.bench.slo import Slo
 from headrace.bench.view import Price, RunView
@@ -42,6 +43,7 @@ def summarize(
         "settings": msgspec.to_builtins(settings),
         "host": meta.host,
         "load_average": meta.load_average,
+        "foreign_cores": meta.foreign_cores,
         "duration_s": view.duration_s,
         "arrival_span_s": _arrival_span_s(view),
         "requests": {
@@ -67,6 +69,10 @@ def summarize(
         misses = view.slo.misses(summary)
         summary["slo"] = {"objective": str(view.slo), "kept": not misses, "misses": misses}
     summary["notes"] = [*meta.notes, *_notes(view, report, settings.limit)]
+    if meta.foreign_cores is not None and meta.foreign_cores >= NOTICEABLE_CORES:
+        summary["notes"].append(
+            f"other programs used {meta.foreign_cores:.2f} cores during the run: the figures are not those of a quiet machine"
+        )
     summary["invalid_because"] = _invalid(view, settings.max_failures, settings.max_client_delay_s)
     summary["valid"] = not summary["invalid_because"]
     return summary

@@ -32,7 +32,8 @@ class ShareReport(msgspec.Struct):
 class RunMeta(msgspec.Struct, kw_only=True):
     """`run.json`: settings as resolved, and what is known beside them. `origin_s`: CLOCK_MONOTONIC of the run's zero.
 
-    `load_average`: of this host over the last minute, before and after the run.
+    `load_average`: of this host over the last minute, before and after the run. `foreign_cores`: used by programs that
+    are neither the client nor a target it started; None for a target that was already running.
     """
 
     schema: str = "headrace-bench-run/1"
@@ -43,6 +44,7 @@ class RunMeta(msgspec.Struct, kw_only=True):
     origin_s: float = 0.0
     resumed_at_s: list[float] = []
     load_average: list[float] = []
+    foreign_cores: float | None = None
     headroom: dict[str, float | int | str | bool] | None = None
     finished: bool = False
 

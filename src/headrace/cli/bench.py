@@ -236,6 +236,9 @@ def ladder(
     ] = [],  # noqa: B006
     step: Annotated[list[str], typer.Option("--step", help="Only this step; may be repeated.")] = [],  # noqa: B006
     seed: Annotated[int, typer.Option(help="Seed of the words.")] = 0,
+    idle_wait: Annotated[
+        float, typer.Option(help="Seconds to wait before each cell for the host to become idle.")
+    ] = 0.0,
     as_json: AsJson = False,
     report: WithReport = True,
 ) -> None:
@@ -257,6 +260,7 @@ def ladder(
         common=dict(_pair(text) for text in engine),
         seed=seed,
         only=tuple(step),
+        idle_wait_s=idle_wait,
     )
     settings.check()
     _new_folder(out)
