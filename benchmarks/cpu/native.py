@@ -27,7 +27,7 @@ from headrace.engine.executors.native import BACKEND
 from headrace.engine.native.compute import NativeCompute
 from headrace.engine.native.memory import buffer
 from headrace.engine.native.rotations import Rotations
-from headrace.spec.accounting import Span, cache_layout, file_weights_read_bytes, flops
+from headrace.spec.accounting import Span, cache_layout, file_weights_read_bytes, flops, kv_bytes_per_token
 from headrace.spec.config import EngineConfig
 from headrace.spec.locate import locate
 
@@ -106,6 +106,7 @@ def summary(times: list[float]) -> dict[str, float]:
 def measure(bench: Bench, quick: bool) -> dict[str, object]:
     spec, header = bench.spec, bench.files.gguf()
     weights = file_weights_read_bytes(spec, header)
+    per_token = kv_bytes_per_token(spec, bench.model.kv_precision)
     found: dict[str, object] = {"weights_read_bytes": weights}
     decode = []
     grid = [(b, 128) for b in (1, 2, 4, 8, 16, 32, 64)]
@@ -117,7 +118,7 @@ def measure(bench: Bench, quick: bool) -> dict[str, object]:
         work = flops(spec, [Span(context, 1)] * count)
         row["gops"] = (work.gemm + work.head) / row["median_ms"] / 1e6
         if count == 1:
-            row["gb_per_s"] = (weights + context * 23040) / row["median_ms"] / 1e6
+            row["gb_per_s"] = (weights + context * per_token) / row["median_ms"] / 1e6
         decode.append(row)
         print(row, file=sys.stderr)
     prefill = []
@@ -154,7 +155,7 @@ def draw(record: dict[str, object], path: Path) -> None:
     """Step time over context, one line per batch size."""
     import altair
 
-    rows = [r for r in record["decode"]]  # type: ignore[attr-defined]
+    rows = list(record["decode"])  # type: ignore[call-overload]
     chart = altair.Chart(altair.Data(values=rows), title="One decode step of SmolLM2-135M").mark_line(point=True)
     chart.encode(
         x=altair.X("context:Q", scale=altair.Scale(type="log"), title="context, tokens"),
