@@ -161,7 +161,9 @@ def test_graphs_change_nothing(qwen):
     _, folder = qwen
     texts = []
     for graphs in ("0", "1"):
-        config = EngineConfig(model=str(folder), backend="cuda", device="cuda", weights="bf16", options=(("graphs", graphs),))
+        config = EngineConfig(
+            model=str(folder), backend="cuda", device="cuda", weights="bf16", options=(("graphs", graphs),)
+        )
         runs = Engine(BACKEND.load(locate(str(folder)), config), num_blocks=200, max_num_seqs=16, max_model_len=128)
         sequences = [runs.add([3 + i, 40 + i, 9], max_tokens=40) for i in range(9)]
         runs.generate(sequences, 30)

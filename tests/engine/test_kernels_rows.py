@@ -10,7 +10,7 @@ from kernel_device import DEVICE, DTYPES, ON_GPU, TOLERANCE, gap, randn
 from headrace.engine.kernels.activation import ACTIVATIONS, activate
 from headrace.engine.kernels.blocks import copy_blocks, scatter
 from headrace.engine.kernels.embed import embed
-from headrace.engine.kernels.gemm import GemmConfig, GemmWorkspace, skinny_gemm
+from headrace.engine.kernels.gemm import Gained, GemmConfig, GemmWorkspace, skinny_gemm
 from headrace.engine.kernels.norm import add_norm
 from headrace.engine.kernels.rope import rope_cache
 from headrace.engine.kernels.sample import draw, greedy
@@ -119,14 +119,17 @@ def test_skinny_gemm(dtype, rows, columns, inner, config, way):
     x = randn(rows, inner, dtype=dtype)
     pair = way == "norm-pair"
     w = randn(columns * (2 if pair else 1), inner, dtype=dtype, seed=1) * inner**-0.5
-    norm, bias = randn(inner, dtype=dtype, seed=2), randn(len(w), dtype=dtype, seed=3)
-    residual = randn(rows, columns, dtype=dtype, seed=4)
+    gain, bias = randn(inner, dtype=dtype, seed=2), randn(len(w), dtype=dtype, seed=3)
     work = GemmWorkspace(1 << 14, 64, DEVICE)
     out = torch.full((rows, columns), float("nan"), dtype=dtype, device=DEVICE)
-    given, wanted = {}, x.double()
+    given, wanted, source = {}, x.double(), x
     if way.startswith("norm"):
-        given |= {"norm": norm, "eps": 1e-5}
-        wanted = rms(x, norm, 1e-5)
+        squares = torch.full((3, 64), float("nan"), device=DEVICE)
+        squares[0, :rows] = x[:, :30].float().square().sum(1)
+        squares[1, :rows] = x[:, 30:].float().square().sum(1)
+        source = Gained((x.float() * gain.float()).to(dtype), squares, 2)
+        given["eps"] = 1e-5
+        wanted = rms(x, gain, 1e-5)
     wanted = wanted @ w.double().T
     if way == "norm-bias":
         given["bias"] = bias
@@ -135,13 +138,19 @@ def test_skinny_gemm(dtype, rows, columns, inner, config, way):
         given["pair"] = "silu"
         wanted = ACT["silu"](wanted[:, :columns]) * wanted[:, columns:]
     if way == "residual":
+        residual = randn(rows, columns, dtype=dtype, seed=4)
         out = residual.clone()
-        given |= {"residual": out, "scale": 0.5}
+        following = randn(columns, dtype=dtype, seed=6)
+        gained = Gained(torch.full_like(out, float("nan")), torch.full((8, 64), float("nan"), device=DEVICE))
+        given |= {"residual": out, "scale": 0.5, "gain": following, "gained": gained}
         wanted = residual.double() + 0.5 * wanted
     for _ in range(2 if way == "plain" else 1):  # the counters are left as they were found
-        skinny_gemm(x, w, out, work, config, **given)
+        skinny_gemm(source, w, out, work, config, **given)
     assert gap(out, wanted) < TOLERANCE[dtype]
     assert not work.counters.any()
+    if way == "residual":
+        assert gap(gained.values, out.double() * following.double()) < TOLERANCE[dtype]
+        assert gap(gained.squares[: gained.count, :rows].sum(0), out.double().square().sum(1)) < TOLERANCE[dtype]
 
 
 def test_greedy_takes_the_first_largest_and_names_broken_rows():
@@ -178,7 +187,14 @@ def kept_by_sorting(logits: np.ndarray, heat: float, top_k: int, top_p: float, m
     return np.where(weights >= floor, weights, 0.0)
 
 
-RULES = [(1.0, 1.0, 0.0, 0), (0.7, 0.9, 0.0, 0), (1.3, 1.0, 0.0, 5), (1.0, 0.6, 0.0, 7), (1.0, 0.95, 0.1, 0), (2.0, 1.0, 0.2, 40)]
+RULES = [
+    (1.0, 1.0, 0.0, 0),
+    (0.7, 0.9, 0.0, 0),
+    (1.3, 1.0, 0.0, 5),
+    (1.0, 0.6, 0.0, 7),
+    (1.0, 0.95, 0.1, 0),
+    (2.0, 1.0, 0.2, 40),
+]
 
 
 def test_draw_inverts_the_filtered_distribution():
@@ -193,7 +209,10 @@ def test_draw_inverts_the_filtered_distribution():
         count = len(uniforms)
         params = torch.tensor([[heat, top_p, min_p, u, top_k] for u in uniforms], dtype=torch.float32, device=DEVICE)
         many = logits.expand(count, vocab).contiguous()
-        ids, last = torch.full((count,), -1, dtype=torch.int32, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        ids, last = (
+            torch.full((count,), -1, dtype=torch.int32, device=DEVICE),
+            torch.zeros(1, dtype=torch.int32, device=DEVICE),
+        )
         slots = torch.full((count,), -1, dtype=torch.int32, device=DEVICE)
         draw(many, ids, last, slots, torch.arange(count, dtype=torch.int32, device=DEVICE), params)
         for u, chosen in zip(uniforms, ids.tolist(), strict=True):

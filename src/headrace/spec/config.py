@@ -26,6 +26,7 @@ class EngineConfig:
     max_model_len: Annotated[int | None, "longest prompt plus answer, in tokens"] = None
     max_num_seqs: Annotated[int | None, "most sequences that run together"] = None
     max_batched_tokens: Annotated[int | None, "token budget of one step"] = None
+    max_prefill_tokens: Annotated[int | None, "most prompt tokens of a step in which others decode"] = None
     block_tokens: Annotated[int | None, "tokens of one KV block"] = None
     memory_fraction: Annotated[
         float | None, "share of the device's (CPU: the available) memory for weights, activations and KV pool together"
@@ -45,7 +46,15 @@ class EngineConfig:
     options: Annotated[tuple[tuple[str, str], ...], "NAME=VALUE for the chosen backend, drafter or policy"] = ()
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_batched_tokens", "block_tokens", "num_blocks", "threads"):
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_batched_tokens",
+            "max_prefill_tokens",
+            "block_tokens",
+            "num_blocks",
+            "threads",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidInput(f"{name} must be at least 1, not {value}", field=name)

@@ -14,7 +14,7 @@ from headrace.engine.frequencies import frequencies
 from headrace.engine.kernels.activation import activate
 from headrace.engine.kernels.decode import DecodeWorkspace, decode_attention
 from headrace.engine.kernels.embed import embed
-from headrace.engine.kernels.gemm import GemmWorkspace, skinny_gemm
+from headrace.engine.kernels.gemm import Gained, GemmConfig, GemmWorkspace, skinny_gemm
 from headrace.engine.kernels.norm import add_norm
 from headrace.engine.kernels.prefill import prefill_attention
 from headrace.engine.kernels.rope import rope_cache
@@ -23,7 +23,6 @@ from headrace.spec.cache import CacheLayout
 from headrace.spec.model import Attention, ModelSpec, Rope
 
 PREFIX_SPLITS = 8
-MIN_CHUNK = 128
 PACKED_ROWS = 64
 """Rows (queries times heads of a KV head) in a tile of shared-prefix attention."""
 
@@ -104,6 +103,7 @@ class Decoder:
         )
         widest = max(max(len(w.qkv), len(w.up), hidden) for w in weights.layers)
         self._gemm = GemmWorkspace(BUCKETS[-1] * 4 * max(widest, 1), max(widest, spec.vocab_size) // 16 + 1, device)
+        self._squares = torch.empty(2, triton.cdiv(hidden, 16), 64, dtype=torch.float32, device=device)
         # Fused products need the plain pre-norm block.
         self._fusable = all(layer.num_norms == 2 and layer.mlp.gated for layer in spec.layers)
 
@@ -133,7 +133,12 @@ class Decoder:
     def splits(self, rows: int) -> int:
         """Parts that a context is cut into: enough programs for the card, fewer where there are many rows."""
         kv_heads = self._mixers[0].num_kv_heads
-        return int(min(64, max(2, -(-4 * self._sms // (rows * kv_heads)))))
+        return int(min(33, max(4, -(-8 * self._sms // (rows * kv_heads)))))
+
+    @staticmethod
+    def min_chunk(rows: int) -> int:
+        """Keys that are worth a program of their own: with many rows only long contexts are cut, to even out the load."""
+        return 128 if rows <= 16 else 256 if rows <= 32 else 1024
 
     def fused(self, rows: int) -> bool:
         """Whether a step of so many rows takes the fused products."""
@@ -141,15 +146,14 @@ class Decoder:
             return False
         w = self._weights.layers[0]
         return all(
-            self._table.config(rows, columns, inner, pair=pair) is not None
-            for columns, inner, pair in self._shapes(w)
+            self._table.config(rows, columns, inner, pair=pair) is not None for columns, inner, pair in self._shapes(w)
         )
 
     def greedy_pdl(self, rows: int, step: DeviceStep) -> bool:
         """Whether the choice after a decode step may be launched before the head has ended."""
         spec = self._spec
         plain = spec.logit_scale == 1.0 and spec.logit_softcap is None
-        return self._pdl and plain and self.fused(rows) and step.picked is None
+        return self._pdl and plain and self.fused(rows) and self._head_config(rows) is not None and step.picked is None
 
     def _shapes(self, w: LayerWeights) -> list[tuple[int, int, bool]]:
         (qkv, hidden), (_, attended), (up, _) = w.qkv.shape, w.out.shape, w.up.shape
@@ -163,14 +167,19 @@ class Decoder:
         rows = len(step.ids)
         fused = step.decode_rows == rows and self.fused(rows)
         x = self.x[:rows]
-        embed(
-            step.ids, step.slots, self.last_ids, self._weights.embedding, x, self._embedding_scale(), pdl=self._pdl and fused
-        )
+        weights, scale = self._weights, self._embedding_scale()
         if fused:
-            for i, w in enumerate(self._weights.layers):
-                self._fused_layer(i, w, x, step)
-            pending = None
+            gained = Gained(self._h[:rows], self._squares[0])
+            embed(
+                step.ids, step.slots, self.last_ids, weights.embedding, x, scale, gain=weights.layers[0].attn_norm,
+                gained=gained, pdl=self._pdl,
+            )  # fmt: skip
+            for i in range(len(weights.layers)):
+                self._fused_layer(i, x, gained, step)
+            if step.picked is None and self._head_config(rows) is not None:
+                return self._capped(self._skinny_head(gained, self.logits[:rows], pdl=self._pdl))
         else:
+            embed(step.ids, step.slots, self.last_ids, weights.embedding, x, scale)
             pending, post = None, None
             for i, w in enumerate(self._weights.layers):
                 pending, post = self._layer(i, w, x, pending, post, step)
@@ -181,22 +190,30 @@ class Decoder:
             picked = self.picked_x[: len(step.picked)]
             torch.index_select(x, 0, step.picked, out=picked)
             x = picked
-        return self.head(x, pdl=self._pdl and fused and step.picked is None)
+        return self.head(x)
 
-    def head(self, x: torch.Tensor, *, pdl: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
+    def head(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Final norm and output head of hidden states [rows, hidden]; fp32 logits, by default in the persistent buffer."""
-        spec, weights = self._spec, self._weights
         rows = len(x)
         logits = self.logits[:rows] if out is None else out
-        config = self._table.config(rows, spec.vocab_size, spec.hidden_size, pair=False)
-        if config is not None:
-            skinny_gemm(
-                x, weights.head, logits, self._gemm, config, norm=weights.final_norm, eps=self._eps, pdl=pdl
-            )
+        h = self._h[:rows]
+        add_norm(x, None, self._weights.final_norm, h, self._eps)
+        if self._head_config(rows) is not None:
+            self._skinny_head(h, logits)
         else:
-            h = self._h[:rows] if rows <= self.tokens else torch.empty_like(x)
-            add_norm(x, None, weights.final_norm, h, self._eps)
-            product(h, weights.head, logits)
+            product(h, self._weights.head, logits)
+        return self._capped(logits)
+
+    def _head_config(self, rows: int) -> GemmConfig | None:
+        return self._table.config(rows, self._spec.vocab_size, self._spec.hidden_size, pair=False)
+
+    def _skinny_head(self, x: torch.Tensor | Gained, logits: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
+        config = self._head_config(len(logits))
+        skinny_gemm(x, self._weights.head, logits, self._gemm, config, eps=self._eps, pdl=pdl)
+        return logits
+
+    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+        spec = self._spec
         if spec.logit_scale != 1.0:
             logits.mul_(spec.logit_scale)
         if (cap := spec.logit_softcap) is not None:
@@ -216,8 +233,12 @@ class Decoder:
         else:
             torch.addmm(bias, x, w.t(), out=out)
 
-    def _fused_layer(self, i: int, w: LayerWeights, x: torch.Tensor, step: DeviceStep) -> None:
-        rows, hidden = x.shape
+    def _fused_layer(self, i: int, x: torch.Tensor, gained: Gained, step: DeviceStep) -> None:
+        """One layer whose norms ride on the products; `gained` is x times the layer's first norm, and the next one's after."""
+        rows = len(x)
+        layers = self._weights.layers
+        w = layers[i]
+        following = layers[i + 1].attn_norm if i + 1 < len(layers) else self._weights.final_norm
         a = self._mixers[i]
         width, kind = self._up_width(self._spec.layers[i]) // 2, self._spec.layers[i].mlp.activation
         qkv = self._cut(0, rows, self._qkv_width(a))
@@ -233,15 +254,16 @@ class Decoder:
                 pair=kind if pair else None, **more,
             )  # fmt: skip
 
-        gemm(x, w.qkv, qkv, norm=w.attn_norm, eps=eps, bias=w.qkv_bias)
+        between = Gained(gained.values, self._squares[1])
+        gemm(gained, w.qkv, qkv, eps=eps, bias=w.qkv_bias)
         self._attend(i, a, w, qkv, attended, step, pdl=pdl)
-        gemm(attended, w.out, x, residual=x, scale=scale, bias=w.out_bias)
-        gemm(x, w.up, activated, norm=w.mlp_norm, eps=eps, pair=True, bias=w.up_bias)
-        gemm(activated, w.down, x, residual=x, scale=scale, bias=w.down_bias)
+        gemm(attended, w.out, x, residual=x, scale=scale, bias=w.out_bias, gain=w.mlp_norm, gained=between)
+        gemm(between, w.up, activated, eps=eps, pair=True, bias=w.up_bias)
+        gemm(activated, w.down, x, residual=x, scale=scale, bias=w.down_bias, gain=following, gained=gained)
 
     def _layer(self, i: int, w: LayerWeights, x, pending, post, step: DeviceStep):
         """One layer; returns what is still to be added to x, and the norm that it passes first, if any."""
-        rows, hidden = x.shape
+        rows = len(x)
         a, mlp = self._mixers[i], self._spec.layers[i].mlp
         h = self._h[:rows]
         qkv = self._cut(0, rows, self._qkv_width(a))
@@ -281,7 +303,7 @@ class Decoder:
                 given = {"firsts": step.firsts, "tiles": step.prefix_tiles, "prefix_splits": PREFIX_SPLITS}
             decode_attention(
                 qkv[:n], out[:n], kv, tables, step.slots[:n], step.positions[:n], self._work, a.num_heads,
-                splits=self.splits(n), min_chunk=MIN_CHUNK, pdl=pdl and alone, **rules, **given,
+                splits=self.splits(n), min_chunk=128 if cascade else self.min_chunk(n), pdl=pdl and alone, **rules, **given,
             )  # fmt: skip
         if step.chunks is not None:
             prefill_attention(
@@ -293,8 +315,8 @@ def prefill_shape(tile_rows: int, a: Attention) -> dict[str, int]:
     """Block sizes of prompt attention that fit the shared memory and registers of every card from Ampere on."""
     wide = triton.next_power_of_2(a.head_dim) > 128
     if tile_rows <= 64:
-        return {"block_m": 64, "block_n": 32 if wide else 64, "num_warps": 4, "stages": 2}
-    return {"block_m": 128, "block_n": 32 if wide else 64, "num_warps": 8, "stages": 2}
+        return {"block_m": 64, "block_n": 32 if wide else 64, "num_warps": 4, "stages": 2 if wide else 3}
+    return {"block_m": 128, "block_n": 32 if wide else 64, "num_warps": 8, "stages": 2 if wide else 3}
 
 
 def product(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:

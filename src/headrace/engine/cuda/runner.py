@@ -137,7 +137,12 @@ class Runner:
     def _padding(self, rows: int, shared: bool):
         """A decode step of nothing but padding, whose views are those of every step of that size."""
         blank = np.full(rows, -1, np.int32)
-        arrays = {"ids": np.zeros(rows, np.int32), "slots": blank, "positions": np.zeros(rows, np.int32), "sample": blank}
+        arrays = {
+            "ids": np.zeros(rows, np.int32),
+            "slots": blank,
+            "positions": np.zeros(rows, np.int32),
+            "sample": blank,
+        }
         if shared:
             arrays |= {"firsts": np.zeros(rows, np.int32), "prefix": np.zeros((self._max_tiles(rows), 3), np.int32)}
         return self._decode_step(self.metadata.send(arrays), rows)
@@ -268,7 +273,12 @@ class Runner:
             out[:count] = values
             return out
 
-        arrays = {"ids": fill(ids, 0), "slots": fill(slots, -1), "positions": fill(positions, 0), "sample": fill(sample, -1)}
+        arrays = {
+            "ids": fill(ids, 0),
+            "slots": fill(slots, -1),
+            "positions": fill(positions, 0),
+            "sample": fill(sample, -1),
+        }
         if shared is not None:
             arrays |= {"firsts": fill(shared.firsts, 0), "prefix": shared.tiles}
         order = {id(c): i for i, c in enumerate(chunks)}
@@ -293,7 +303,10 @@ class Runner:
         tile_rows = 64 if int(lengths.max()) <= 64 else 128
         # The longest walks first: a tile's work grows with its last key.
         tiles = np.concatenate(
-            [np.stack([np.full(-(-m // tile_rows), i), np.arange(0, m, tile_rows)], 1) for i, m in enumerate(lengths.tolist())]
+            [
+                np.stack([np.full(-(-m // tile_rows), i), np.arange(0, m, tile_rows)], 1)
+                for i, m in enumerate(lengths.tolist())
+            ]
         )
         tiles = tiles[np.argsort(-(starts[tiles[:, 0]] + tiles[:, 1]), kind="stable")]
         owner = np.repeat(np.arange(len(longer)), lengths)
@@ -388,7 +401,14 @@ class Runner:
                 greedy(logits, out[0, :count], out[2, :count], decoder.last_ids, sample_slots, masked=True)
                 step.lost = to_host(out[2, :count])
             if "drawn" in meta:
-                draw(logits, out[0], decoder.last_ids, sample_slots, meta["drawn"], meta["params"].view(torch.float32).view(-1, 5))
+                draw(
+                    logits,
+                    out[0],
+                    decoder.last_ids,
+                    sample_slots,
+                    meta["drawn"],
+                    meta["params"].view(torch.float32).view(-1, 5),
+                )
             if raw is not None:
                 counts = [self._sampling.rules[s].logprobs or 0 for s in rows.slots[reported].tolist()]
                 step.reported = (reported.tolist(), logprobs(raw, out[0].index_select(0, at), counts))

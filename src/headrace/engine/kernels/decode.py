@@ -28,23 +28,23 @@ def scored(scores, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def split_range(low, end, splits, MIN_CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):
+def split_range(low, end, splits, min_chunk, BLOCK_N: tl.constexpr):
     """How [low, end) is cut: keys per split and the number of splits that have any (at least 1)."""
     keys = tl.maximum(end - low, 0)
-    chunk = tl.maximum(tl.cdiv(keys, splits), MIN_CHUNK)
+    chunk = tl.maximum(tl.cdiv(keys, splits), min_chunk)
     chunk = tl.cdiv(chunk, BLOCK_N) * BLOCK_N
     return chunk, tl.maximum(tl.cdiv(keys, chunk), 1)
 
 
-@triton.jit(do_not_specialize=["splits", "all_splits", "window"])
+@triton.jit(do_not_specialize=["splits", "all_splits", "window", "min_chunk"])
 def _decode(
     qkv, out, kv, tables, slots, positions, firsts, q_norm, k_norm, cos_sin, sinks, partial, lse, counters,
-    scale, softcap, window, eps, splits, all_splits,
+    scale, softcap, window, eps, splits, all_splits, min_chunk,
     qkv_stride, table_stride, block_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr,
     D: tl.constexpr, D_P: tl.constexpr, BT: tl.constexpr, ROPE_DIM: tl.constexpr,
     NORM: tl.constexpr, FUSED: tl.constexpr, PREFIX: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr, MIN_CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PDL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -72,7 +72,7 @@ def _decode(
     end = position
     if not FUSED:
         end = position + 1
-    chunk, used = split_range(low, end, splits, MIN_CHUNK, BLOCK_N)
+    chunk, used = split_range(low, end, splits, min_chunk, BLOCK_N)
     if split >= used:
         if PDL:
             tl.extra.cuda.gdc_wait()
@@ -182,12 +182,12 @@ def merge(
     tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), (g[:, None] < GROUP) & (d[None, :] < D))
 
 
-@triton.jit(do_not_specialize=["splits", "suffix_splits", "all_splits"])
+@triton.jit(do_not_specialize=["splits", "suffix_splits", "all_splits", "min_chunk"])
 def _prefix(
-    qkv, kv, tables, slots, tiles, partial, lse, scale, softcap, splits, suffix_splits, all_splits,
+    qkv, kv, tables, slots, tiles, partial, lse, scale, softcap, splits, suffix_splits, all_splits, min_chunk,
     qkv_stride, table_stride, block_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr,
-    BT: tl.constexpr, SOFTCAP: tl.constexpr, MIN_CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BT: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     row0 = tl.load(tiles + 3 * tl.program_id(0))
@@ -195,7 +195,7 @@ def _prefix(
     prefix = tl.load(tiles + 3 * tl.program_id(0) + 2)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    chunk, used = split_range(0, prefix, splits, MIN_CHUNK, BLOCK_N)
+    chunk, used = split_range(0, prefix, splits, min_chunk, BLOCK_N)
     if row1 <= row0 or split >= used:
         return
     slot = tl.load(slots + row0).to(tl.int64)
@@ -234,12 +234,11 @@ def _prefix(
     tl.store(lse + part * GROUP_P + g, top + tl.log2(total), there)
 
 
-@triton.jit(do_not_specialize=["splits", "prefix_splits", "all_splits"])
+@triton.jit(do_not_specialize=["splits", "prefix_splits", "all_splits", "min_chunk"])
 def _merge_all(
-    partial, lse, out, slots, positions, firsts, sinks, splits, prefix_splits, all_splits,
+    partial, lse, out, slots, positions, firsts, sinks, splits, prefix_splits, all_splits, min_chunk,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr,
-    D: tl.constexpr, D_P: tl.constexpr, SINKS: tl.constexpr, MIN_CHUNK: tl.constexpr, PREFIX_CHUNK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    D: tl.constexpr, D_P: tl.constexpr, SINKS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -252,8 +251,8 @@ def _merge_all(
         tl.store(target, tl.zeros([GROUP_P, D_P], out.dtype.element_ty), inside)
         return
     low = tl.load(firsts + row)
-    _, used = split_range(low, tl.load(positions + row) + 1, splits, MIN_CHUNK, BLOCK_N)
-    _, prefix_used = split_range(0, low, prefix_splits, PREFIX_CHUNK, BLOCK_N)
+    _, used = split_range(low, tl.load(positions + row) + 1, splits, min_chunk, BLOCK_N)
+    _, prefix_used = split_range(0, low, prefix_splits, min_chunk, BLOCK_N)
     prefix_used = tl.where(low > 0, prefix_used, 0)
     total_at = (row * KV_HEADS + kv_head) * all_splits
     top = tl.full([GROUP_P], float("-inf"), tl.float32)
@@ -286,7 +285,7 @@ class DecodeWorkspace:
 
     def __init__(self, rows: int, kv_heads: int, group: int, dim: int, splits_of_rows, device: torch.device) -> None:
         """`splits_of_rows(n)`: the largest number of splits that a step of n rows uses."""
-        group_p, dim_p = triton.next_power_of_2(group), triton.next_power_of_2(dim)
+        group_p, dim_p = triton.next_power_of_2(group), max(16, triton.next_power_of_2(dim))
         most = max(n * splits_of_rows(n) for n in range(1, rows + 1)) * kv_heads * group_p
         self.partial = torch.empty(most * dim_p, dtype=torch.float32, device=device)
         self.lse = torch.empty(most, dtype=torch.float32, device=device)
@@ -322,8 +321,8 @@ def decode_attention(
     tiles: torch.Tensor | None = None,
     prefix_splits: int = 8,
     block_n: int = 64,
-    num_warps: int = 4,
-    stages: int = 2,
+    num_warps: int = 2,
+    stages: int = 3,
     pdl: bool = False,
 ) -> None:
     """out [rows, heads * dim] = attention of each row's query over its slot's context up to `positions[row]`.
@@ -336,34 +335,33 @@ def decode_attention(
     rows = len(slots)
     _, _, kv_heads, block_tokens, dim = kv.shape
     group = heads // kv_heads
-    group_p, dim_p = triton.next_power_of_2(group), triton.next_power_of_2(dim)
+    group_p, dim_p = triton.next_power_of_2(group), max(16, triton.next_power_of_2(dim))
     fused, prefix = cos_sin is not None, tiles is not None
     assert not (fused and prefix) and not (window is not None and prefix)
     all_splits = splits + prefix_splits if prefix else splits
     some = work.lse
-    shape = dict(GROUP=group, GROUP_P=group_p, D=dim, D_P=dim_p)
+    shape = {"GROUP": group, "GROUP_P": group_p, "D": dim, "D_P": dim_p}
     if prefix:
         _prefix[(len(tiles), kv_heads, prefix_splits)](
             qkv, kv, tables, slots, tiles, work.partial, work.lse, scale, softcap or 0.0, prefix_splits, splits,
-            all_splits, qkv.stride(0), tables.stride(0), kv.stride(0),
-            KV_HEADS=kv_heads, **shape, BT=block_tokens, SOFTCAP=softcap is not None, MIN_CHUNK=min_chunk, BLOCK_M=64,
-            BLOCK_N=block_n, STAGES=stages, num_warps=4,
+            all_splits, min_chunk, qkv.stride(0), tables.stride(0), kv.stride(0),
+            KV_HEADS=kv_heads, **shape, BT=block_tokens, SOFTCAP=softcap is not None, BLOCK_M=64,
+            BLOCK_N=block_n, STAGES=2, num_warps=4,
         )  # fmt: skip
     _decode[(rows, kv_heads, splits)](
         qkv, out, kv, tables, slots, positions, firsts if prefix else slots, some if q_norm is None else q_norm,
         some if k_norm is None else k_norm, cos_sin if fused else some, some if sinks is None else sinks,
         work.partial, work.lse, work.counters,
-        scale, softcap or 0.0, window or 0, eps, splits, all_splits,
+        scale, softcap or 0.0, window or 0, eps, splits, all_splits, min_chunk,
         qkv.stride(0), tables.stride(0), kv.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, **shape, BT=block_tokens, ROPE_DIM=rope_dim if fused else 0,
         NORM=q_norm is not None, FUSED=fused, PREFIX=prefix, WINDOW=window is not None, SOFTCAP=softcap is not None,
-        SINKS=sinks is not None, MIN_CHUNK=min_chunk, BLOCK_M=max(16, group_p), BLOCK_N=block_n, PDL=pdl, STAGES=stages,
+        SINKS=sinks is not None, BLOCK_M=max(16, group_p), BLOCK_N=block_n, PDL=pdl, STAGES=stages,
         num_warps=num_warps, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     if prefix:
         _merge_all[(rows, kv_heads)](
             work.partial, work.lse, out, slots, positions, firsts, some if sinks is None else sinks, splits,
-            prefix_splits, all_splits,
-            HEADS=heads, KV_HEADS=kv_heads, **shape, SINKS=sinks is not None, MIN_CHUNK=min_chunk,
-            PREFIX_CHUNK=min_chunk, BLOCK_N=block_n, num_warps=4,
+            prefix_splits, all_splits, min_chunk,
+            HEADS=heads, KV_HEADS=kv_heads, **shape, SINKS=sinks is not None, BLOCK_N=block_n, num_warps=4,
         )  # fmt: skip

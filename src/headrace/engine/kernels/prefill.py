@@ -143,7 +143,7 @@ def prefill_attention(
     """
     _, _, kv_heads, block_tokens, dim = kv.shape
     assert block_m % block_n == 0
-    dim_p = triton.next_power_of_2(dim)
+    dim_p = max(16, triton.next_power_of_2(dim))
     _prefill[(heads, len(tiles))](
         qkv, out, kv, tables, chunks, tiles, kv if sinks is None else sinks, scale, softcap or 0.0, window or 0,
         qkv.stride(0), tables.stride(0), kv.stride(0),

@@ -89,15 +89,15 @@ def _least(logits, top, heat, floor, limit, vocab, MASS: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def _draw(
-    logits, ids, last_ids, slots, rows, params, vocab, stride, BLOCK: tl.constexpr,
+    logits, ids, last_ids, slots, rows, rules, vocab, stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0)
     row = tl.load(rows + i).to(tl.int64)
-    heat = tl.load(params + 5 * i)
-    top_p = tl.load(params + 5 * i + 1)
-    min_p = tl.load(params + 5 * i + 2)
-    uniform = tl.load(params + 5 * i + 3)
-    top_k = tl.load(params + 5 * i + 4)
+    heat = tl.load(rules + 5 * i)
+    top_p = tl.load(rules + 5 * i + 1)
+    min_p = tl.load(rules + 5 * i + 2)
+    uniform = tl.load(rules + 5 * i + 3)
+    top_k = tl.load(rules + 5 * i + 4)
     logits += row * stride
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     for v0 in range(0, vocab, BLOCK):
@@ -148,11 +148,11 @@ def draw(
     last_ids: torch.Tensor,
     slots: torch.Tensor,
     rows: torch.Tensor,
-    params: torch.Tensor,
+    rules: torch.Tensor,
 ) -> None:
     """Draw one token for each of `rows` (int32 indices into logits, ids and slots) and store it as `greedy` does.
 
-    `params` fp32 [n, 5]: temperature, top_p (1: off), min_p, a uniform number in [0, 1), top_k (0: off). Kept are the top_k
+    `rules` fp32 [n, 5]: temperature, top_p (1: off), min_p, a uniform number in [0, 1), top_k (0: off). Kept are the top_k
     largest and those tied with the last of them; of these the likeliest until top_p of their mass is reached, likewise; of
     these what has at least min_p of the likeliest one's probability. The draw inverts the cumulative distribution in the
     order of the vocabulary. Rows must be finite or -inf.
@@ -160,6 +160,6 @@ def draw(
     vocab = logits.shape[1]
     block = min(4096, triton.next_power_of_2(vocab))
     _draw[(len(rows),)](
-        logits, ids, last_ids, slots, rows, params, vocab, logits.stride(0), BLOCK=block,
+        logits, ids, last_ids, slots, rows, rules, vocab, logits.stride(0), BLOCK=block,
         num_warps=8 if block >= 2048 else 4,
     )  # fmt: skip

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 
+from headrace.base.files import data_dir
 from headrace.engine.kernels.gemm import GemmConfig
 
 SHIPPED = Path(__file__).parent / "configs"
@@ -17,9 +17,8 @@ BUCKETS = (16, 32, 64)
 
 
 def user_folder() -> Path:
-    """Where tuned tables go: below XDG_DATA_HOME, or ~/.local/share."""
-    base = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local/share")
-    return Path(base) / "headrace" / "kernels"
+    """Where `headrace tune` puts tables."""
+    return data_dir() / "kernels"
 
 
 def file_name(card: str) -> str:

@@ -1,0 +1,192 @@
+"""Run the GPU comparison's requests on Headrace's engine in this process: `run.py MODEL [part …]`; one JSON line a result.
+
+Parts: mixed single ttft uniform prefix (default: all), stall, host. Token ids in and out, greedy, EOS ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import statistics
+import sys
+import time
+import uuid
+
+from headrace.base.process import process_start_s
+from headrace.control.request import Request, Sampling
+from headrace.engine.inprocess import InProcessEngine
+from headrace.engine.launch import launch
+from headrace.spec.config import EngineConfig
+from requests_gpu import Ask, mixed, prefix, single
+
+
+def report(**fields) -> None:
+    print("RES", json.dumps(fields), flush=True)
+
+
+class Bench:
+    def __init__(self, model: str, **options) -> None:
+        self.core = launch(EngineConfig(model=model, backend="cuda", **options))
+        self.engine = InProcessEngine(self.core)
+        info = self.core.info
+        report(step="ready", s=round(time.monotonic() - process_start_s(), 2), startup=info.startup_s, notes=info.notes)
+        report(
+            step="memory",
+            items=[(m.name, m.predicted_bytes, m.actual_bytes) for m in info.memory],
+            blocks=info.num_blocks,
+        )
+
+    def generate(self, asks: list[Ask], *, stamps: bool = False) -> tuple[float, list[list[float]]]:
+        """Seconds until all are answered, and when each token of each answer came."""
+        arrived: queue.SimpleQueue = queue.SimpleQueue()
+        tag = uuid.uuid4().hex[:8]
+        requests = [
+            Request(
+                request_id=f"{tag}-{i}",
+                prompt_token_ids=tuple(prompt),
+                sampling=Sampling(max_tokens=count, temperature=0.0, ignore_eos=True),
+            )
+            for i, (prompt, count) in enumerate(asks)
+        ]
+        times: dict[str, list[float]] = {r.request_id: [] for r in requests}
+        counts, open_requests = dict.fromkeys(times, 0), len(requests)
+        begin = time.perf_counter()
+        for request in requests:
+            self.engine.submit(request, arrived.put)
+        while open_requests:
+            output = arrived.get()
+            counts[output.request_id] += len(output.token_ids)
+            if stamps:
+                times[output.request_id] += [time.perf_counter() - begin] * len(output.token_ids)
+            if output.finish is not None:
+                assert output.finish.error is None, output.finish.error
+                open_requests -= 1
+        seconds = time.perf_counter() - begin
+        assert [counts[r.request_id] for r in requests] == [count for _, count in asks]
+        return seconds, list(times.values())
+
+    def warm(self) -> None:
+        report(step="warm", s=round(self.generate(mixed(32, seed=99, output=(16, 32)))[0], 2))
+        self.generate([(single(300 + k, 77 + k), 3) for k in range(3)])
+
+    def mixed(self, repeats: int = 2) -> None:
+        for repeat in range(repeats):
+            asks = mixed(256, seed=10 + repeat)
+            s = self.generate(asks)[0]
+            out = sum(n for _, n in asks)
+            report(
+                step="mixed256",
+                s=round(s, 3),
+                in_tok=sum(len(p) for p, _ in asks),
+                out_tok=out,
+                out_tok_s=round(out / s, 1),
+            )
+
+    def single(self, repeats: int = 2) -> None:
+        for length in (128, 2048, 16384):
+            first = [self.generate([(single(length, length * 1000 + 100 + k), 1)])[0] for k in range(3)]
+            whole = [self.generate([(single(length, length * 1000 + 200 + k), 257)])[0] for k in range(repeats)]
+            ttft = statistics.median(first)
+            itl = [1e3 * (w - ttft) / 256 for w in whole]
+            report(
+                step="single",
+                ctx=length,
+                ttft_ms=round(1e3 * ttft, 2),
+                itl_ms=round(statistics.median(itl), 4),
+                all=itl,
+            )
+
+    def ttft(self) -> None:
+        for length in (1024, 4096, 16384):
+            all_s = [self.generate([(single(length, length * 1000 + 300 + k), 1)])[0] for k in range(5)]
+            report(
+                step="ttft",
+                prompt=length,
+                ms=round(1e3 * statistics.median(all_s), 2),
+                all=[round(1e3 * s, 2) for s in all_s],
+            )
+
+    def uniform(self) -> None:
+        for batch in (8, 32, 64, 128, 256):
+            first = self.generate([(single(512, 1000 + batch * 300 + k), 1) for k in range(batch)])[0]
+            whole = self.generate([(single(512, 500000 + batch * 300 + k), 257) for k in range(batch)])[0]
+            report(
+                step="uniform", B=batch, prefill_s=round(first, 4), prefill_tok_s=round(512 * batch / first),
+                step_ms=round(1e3 * (whole - first) / 256, 3), decode_tok_s=round(256 * batch / (whole - first), 1),
+            )  # fmt: skip
+
+    def prefix(self) -> None:
+        for name, seed in (("first", 2), ("again", 2), ("first", 3)):
+            s = self.generate(prefix(seed=seed))[0]
+            report(step="prefix64", cache=name, s=round(s, 3), out_tok_s=round(64 * 128 / s, 1))
+
+    def stall(self) -> None:
+        """ITL of 64 running streams while a 16k prompt is prefilled, beside the same undisturbed."""
+        asks = [(single(512, 900000 + k), 400) for k in range(64)]
+        quiet = self.generate(asks, stamps=True)[1]
+        long = (single(16384, 4242), 1)
+        loud = self.generate(
+            [(p, n) for p, n in [(single(512, 910000 + k), 400) for k in range(64)]] + [long], stamps=True
+        )[1]
+        end = loud[-1][-1]
+        calm = sorted(b - a for t in quiet for a, b in zip(t[50:], t[51:], strict=False))
+        begin = max(t[0] for t in loud[:-1])
+        during = sorted(
+            b - a for t in loud[:-1] for a, b in zip(t, t[1:], strict=False) if begin <= a and b <= end + 0.1
+        )
+        p99 = lambda v: 1e3 * v[int(0.99 * (len(v) - 1))] if v else float("nan")  # noqa: E731
+        report(
+            step="stall",
+            quiet_p99_ms=round(p99(calm), 2),
+            loud_p99_ms=round(p99(during), 2),
+            prompt_s=round(end, 3),
+            gaps=len(during),
+        )
+
+    def submit(self) -> None:
+        """Host time of launching a step, by its number of tokens, on the engine's own thread."""
+        executor, real = self.core.executor, self.core.executor.submit
+        seen: dict[str, list[float]] = {}
+
+        def timed(plan):
+            begin = time.perf_counter()
+            step = real(plan)
+            longest = max((c.length for c in plan.chunks), default=0)
+            kind = "decode" if longest <= 1 else "mixed"
+            seen.setdefault(f"{kind} {len(plan.chunks)}", []).append(1e3 * (time.perf_counter() - begin))
+            return step
+
+        executor.submit = timed
+        self.generate([(single(600, 1234), 60)])
+        self.generate([(single(64, 777000 + k), 60) for k in range(64)])
+        executor.submit = real
+        medians = {k: (len(v), round(statistics.median(v), 3), round(min(v), 3)) for k, v in seen.items()}
+        report(step="submit", host_ms=medians)
+
+    def host(self) -> None:
+        """Wall time per step beside the device's own time."""
+        for batch in (1, 64):
+            before = self.engine.stats
+            asks = [(single(128, 700000 + batch * 300 + k), 400) for k in range(batch)]
+            self.generate([(p, 1) for p, _ in asks])
+            before = self.engine.stats
+            s = self.generate([(single(128, 710000 + batch * 300 + k), 400) for k in range(batch)])[0]
+            after = self.engine.stats
+            steps = after.steps - before.steps
+            device = (after.compute_s - before.compute_s) / steps
+            report(
+                step="host", B=batch, steps=steps, wall_ms=round(1e3 * s / steps, 4), device_ms=round(1e3 * device, 4)
+            )
+
+
+def main(model: str, parts: list[str]) -> None:
+    bench = Bench(model, max_model_len=20480, max_num_seqs=256, memory_fraction=0.88)
+    bench.warm()
+    for part in parts or ["mixed", "single", "ttft", "uniform", "prefix"]:
+        getattr(bench, part)()
+    report(step="done", stats=str(bench.engine.stats))
+    bench.engine.stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

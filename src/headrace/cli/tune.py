@@ -1,0 +1,36 @@
+"""`headrace tune`: measure this card's best configurations for a model's products and keep them for later starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def tune(
+    model: Annotated[str, typer.Argument(help="hub id, folder, .gguf file or known name; only its shapes matter")],
+    out: Annotated[Path | None, typer.Option(help="folder of the table; default: the user's data folder")] = None,
+) -> None:
+    """Measure matrix products of few rows on this GPU and write the card's table (about two minutes)."""
+    from headrace.base.errors import InvalidInput
+    from headrace.spec.locate import locate
+
+    spec = locate(model).spec()
+    try:
+        import torch
+    except ImportError:
+        raise InvalidInput(
+            "tuning needs torch and a GPU", field="tune", remedy="pip install 'headrace[engine]'"
+        ) from None
+    if not torch.cuda.is_available():
+        raise InvalidInput("tuning needs a CUDA GPU, and torch sees none", field="tune")
+    from headrace.engine.tune import measure, shapes, write_table
+
+    device = torch.device("cuda:0")
+    entries = measure(shapes(spec), device, typer.echo)
+    typer.echo(f"written: {write_table(torch.cuda.get_device_name(device), entries, out)}")
+
+
+def register(app: typer.Typer) -> None:
+    app.command(name="tune")(tune)

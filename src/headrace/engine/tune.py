@@ -1,0 +1,236 @@
+"""Choose configurations of skinny products on this card by measuring them: `headrace tune`, never at an engine's start.
+
+Every candidate runs over several copies of its weight, so that none stays in the L2 cache, inside one captured graph. A padded
+row count takes the fused products only if they beat cuBLAS and the separate kernels that they replace.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import statistics
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from headrace.base.files import write_atomic
+from headrace.engine.cuda.decoder import product
+from headrace.engine.kernels.gemm import Gained, GemmConfig, GemmWorkspace, skinny_gemm
+from headrace.engine.kernels.table import BUCKETS, entry_of, file_name, key, user_folder
+from headrace.spec.model import ModelSpec
+
+_COPIES_BYTES = 400 << 20
+_SEPARATE_KERNEL_US = 2.5
+"""What a small kernel of its own costs inside a graph: launch, ramp and tail."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One product of a model: columns (of each half, if `pair`), inner dimension, and what is fused into it."""
+
+    role: str
+    columns: int
+    inner: int
+    norm: bool = False
+    pair: bool = False
+    residual: bool = False
+
+
+def shapes(spec: ModelSpec) -> list[Shape]:
+    """The distinct products of a decoder with gated MLPs, the output head among them."""
+    hidden = spec.hidden_size
+    found: dict[Shape, None] = {}
+    for layer in spec.layers:
+        a, width = layer.mixer, layer.mlp.intermediate
+        attended = a.num_heads * a.head_dim
+        found[Shape("qkv", attended + 2 * a.num_kv_heads * a.head_dim, hidden, norm=True)] = None
+        found[Shape("out", hidden, attended, residual=True)] = None
+        found[Shape("up", width, hidden, norm=True, pair=True)] = None
+        found[Shape("down", hidden, width, residual=True)] = None
+    found[Shape("head", spec.vocab_size, hidden, norm=True)] = None
+    return list(found)
+
+
+def candidates(bucket: int, shape: Shape, sms: int) -> Iterator[GemmConfig]:
+    """Configurations worth a measurement: enough programs, stages that fit into shared memory."""
+    small = bucket == 16
+    for block_n, block_k, split, warps, stages in itertools.product(
+        (16, 32, 64),
+        (128, 256, 512) if small else (128, 256),
+        (1, 2, 4, 8) if small else (1, 2, 4),
+        (4, 8),
+        (3, 4, 6) if small else (3, 4),
+    ):
+        if shape.pair and block_n >= 64 and small:
+            continue
+        tiles = -(-shape.columns // block_n)
+        programs = tiles * split
+        weights = block_n * block_k * 2 * (2 if shape.pair else 1)
+        shared = (weights + bucket * block_k * 2) * (stages - 1)
+        if shape.inner % (block_k * split) or shape.columns % block_n or shared > 180_000:
+            continue
+        if shape.role == "head" and split > 1:
+            continue
+        in_flight = shared * min(max(1, 200_000 // shared), -(-programs // sms))
+        if programs < sms or programs > 16 * sms or in_flight < 40_000 or weights < 8192:
+            continue
+        if warps == 8 and (block_n * block_k < 64 * 256 or bucket < 32):
+            continue
+        yield GemmConfig(block_n, block_k, split, warps, stages)
+
+
+def graph_us(launch: Callable[[], None], launches: int, repeats: int = 7) -> float:
+    """Median microseconds of one of the `launches` that `launch` makes, replayed as a graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        launch()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / launches)
+    return statistics.median(times)
+
+
+class Bench:
+    """Measures one product in all its ways."""
+
+    def __init__(
+        self, shape: Shape, rows: int, dtype: torch.dtype, device: torch.device, copies: int | None = None
+    ) -> None:
+        width = shape.columns * (2 if shape.pair else 1)
+        copies = copies or max(2, min(24, _COPIES_BYTES // (width * shape.inner * 2)))
+        self.shape = shape
+        self.weights = [torch.randn(width, shape.inner, dtype=dtype, device=device) * 0.02 for _ in range(copies)]
+        self.x = torch.randn(rows, shape.inner, dtype=dtype, device=device)
+        self.norm = torch.ones(shape.columns, dtype=dtype, device=device)
+        self.squares = torch.ones(shape.columns // 16 + 64, 64, dtype=torch.float32, device=device)
+        kind = torch.float32 if shape.role == "head" else dtype
+        self.out = torch.zeros(rows, shape.columns, dtype=kind, device=device)
+        self.wide = torch.zeros(rows, width, dtype=kind, device=device)
+        self.work = GemmWorkspace(8 * max(16, rows) * width, width // 16 + 1, device)
+        self.pdl = torch.cuda.get_device_capability(device) >= (9, 0)
+
+    def skinny(self, config: GemmConfig) -> None:
+        s = self.shape
+        x = Gained(self.x, self.squares, 64) if s.norm else self.x
+        gained = Gained(torch.empty_like(self.out), self.squares) if s.residual else None
+        for w in self.weights:
+            skinny_gemm(
+                x, w, self.out, self.work, config, eps=1e-5, residual=self.out if s.residual else None, scale=1e-3,
+                pair="silu" if s.pair else None, gain=self.norm if s.residual else None, gained=gained, pdl=self.pdl,
+            )  # fmt: skip
+
+    def cublas(self) -> None:
+        for w in self.weights:
+            product(self.x, w, self.wide)
+
+    @property
+    def nbytes(self) -> int:
+        return self.weights[0].nbytes
+
+
+def measure(
+    wanted: list[Shape], device: torch.device, report: Callable[[str], None], *, buckets=BUCKETS, dtype=torch.bfloat16
+) -> dict[str, dict[str, int] | None]:
+    """The table's entries for these products; `report` gets one line per product and padded row count."""
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    entries: dict[str, dict[str, int] | None] = {}
+    pairs = list(itertools.product(buckets, wanted))
+    work = {pair: list(candidates(pair[0], pair[1], sms)) for pair in pairs}
+    fits = _compile_all(work, dtype, device)
+    for bucket in buckets:
+        ours, theirs, found = 0.0, 0.0, {}
+        for shape in wanted:
+            bench = Bench(shape, bucket, dtype, device)
+            tried, compiled = work[bucket, shape], fits[bucket, shape]
+            timed = sorted(
+                (graph_us(lambda c=c, b=bench: b.skinny(c), len(bench.weights)), i)
+                for i, (c, good) in enumerate(zip(tried, compiled, strict=True))
+                if good
+            )
+            cublas = graph_us(bench.cublas, len(bench.weights))
+            separate = _SEPARATE_KERNEL_US * (shape.norm + shape.pair)
+            if not timed:
+                report(f"{bucket:3d} {shape.role:5s} no candidate, cuBLAS {cublas:.1f} us")
+                found[key(bucket, shape.columns, shape.inner, pair=shape.pair)] = None
+                ours = float("inf")
+                continue
+            best, at = timed[0]
+            rate = bench.nbytes / best / 1e6
+            report(
+                f"{bucket:3d} {shape.role:5s} {shape.columns}x{shape.inner}: {best:.1f} us ({rate:.2f} TB/s) {tried[at]} of "
+                f"{len(timed)}, second {timed[min(1, len(timed) - 1)][0]:.1f}; cuBLAS alone {cublas:.1f} us"
+            )
+            found[key(bucket, shape.columns, shape.inner, pair=shape.pair)] = entry_of(tried[at])
+            if shape.role == "head":
+                if best > cublas + separate:
+                    found[key(bucket, shape.columns, shape.inner, pair=shape.pair)] = None
+            else:
+                ours += best
+                theirs += cublas + separate
+            del bench
+        worth = ours < theirs
+        report(
+            f"{bucket:3d} layer: fused {ours:.1f} us, cuBLAS and separate kernels {theirs:.1f} us: {'fused' if worth else 'cuBLAS'}"
+        )
+        entries |= {
+            k: v if worth or k == key(bucket, wanted[-1].columns, wanted[-1].inner, pair=False) else None
+            for k, v in found.items()
+        }
+    return entries
+
+
+def _compile_all(
+    work: dict[tuple[int, Shape], list[GemmConfig]], dtype: torch.dtype, device: torch.device
+) -> dict[tuple[int, Shape], list[bool]]:
+    """Which configurations compile and fit, found by processes side by side; their code is in the disk cache afterwards."""
+    jobs = [(pair, config) for pair, configs in work.items() for config in configs]
+    count = max(1, min(len(jobs), (os.cpu_count() or 2) - 2))
+    parts = [jobs[i::count] for i in range(count)]
+    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
+        results = list(pool.map(_compile_part, parts, [dtype] * count, [str(device)] * count))
+    good = {
+        job: fine for part, found in zip(parts, results, strict=True) for job, fine in zip(part, found, strict=True)
+    }
+    return {pair: [good[pair, config] for config in configs] for pair, configs in work.items()}
+
+
+def _compile_part(jobs: list[tuple[tuple[int, Shape], GemmConfig]], dtype: torch.dtype, device: str) -> list[bool]:
+    from triton.runtime.errors import OutOfResources
+
+    found = []
+    benches: dict[tuple[int, Shape], Bench] = {}
+    for pair, config in jobs:
+        if pair not in benches:
+            benches = {pair: Bench(pair[1], pair[0], dtype, torch.device(device), copies=1)}
+        try:
+            benches[pair].skinny(config)
+            torch.cuda.synchronize()
+            found.append(True)
+        except OutOfResources:
+            found.append(False)
+    return found
+
+
+def write_table(card: str, entries: dict[str, dict[str, int] | None], folder: Path | None = None) -> Path:
+    """Add entries to the card's own table below `folder` (the user's data folder); returns its path."""
+    folder = user_folder() if folder is None else folder
+    path = folder / file_name(card)
+    known = json.loads(path.read_text())["gemm"] if path.exists() else {}
+    write_atomic(path, json.dumps({"card": card, "gemm": known | entries}, indent=1) + "\n")
+    return path
