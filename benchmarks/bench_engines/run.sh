@@ -11,7 +11,7 @@ AZURE="--workload azure-conv --scale 0.1 --requests 32 --concurrency 8"
 AGENTS="--workload agentic-branching --scale 0.25 --set tool=0.05 --requests 32 --concurrency 2"
 
 ab() { # name, A, model of A, load
-  headrace bench ab --a "$2" --model "$3" --b "$OURS" --model-b smollm2-135m $4 --pairs "$PAIRS" --out "$OUT/$1" --json > "$OUT/$1.log"
+  headrace bench ab --a "$2" --model "$3" --b "$OURS" --model-b smollm2-135m $4 --pairs "$PAIRS" --idle-wait "${IDLE_WAIT:-600}" --out "$OUT/$1" --json > "$OUT/$1.log"
   rm "$OUT/$1.log"
 }
 
@@ -23,6 +23,6 @@ for step in ${STEPS:-azure-llama azure-naive agents-llama agents-naive ladder}; 
     agents-llama) ab agentic-branching-llama-cpp "$THEIRS" "$GGUF" "$AGENTS" ;;
     agents-naive) ab agentic-branching-naive "$NAIVE" smollm2-135m "$AGENTS" ;;
     ladder) headrace bench ladder smollm2-135m --users 1,4,8 --contexts 256,768 --requests 12 --output 24 --repeats 3 \
-      --engine context=1024 --engine threads=2 ${LADDER:-} --out "$OUT/ladder" ;;
+      --idle-wait "${IDLE_WAIT:-600}" --engine context=1024 --engine threads=2 ${LADDER:-} --out "$OUT/ladder" ;;
   esac
 done
