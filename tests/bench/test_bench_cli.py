@@ -44,7 +44,7 @@ def url() -> Iterator[str]:
     assert "golden server" in server.stderr.readline()
     yield f"http://127.0.0.1:{port}"
     server.send_signal(signal.SIGINT)
-    assert server.wait(10) == 0
+    assert server.wait(60) == 0
 
 
 def test_the_whole_way(url: str, tmp_path: Path) -> None:
