@@ -62,11 +62,19 @@ def decode() -> None:
                     splits=splits, min_chunk=min_chunk, block_n=block_n, num_warps=warps, stages=stages, pdl=True, **more,
                 )  # fmt: skip
 
-        fitting = sorted({max(1, -(-p * 132 // (rows * KV))) for p in (2, 4, 8, 12)} | ({1, 2} if rows >= 64 else set()))
+        fitting = sorted(
+            {max(1, -(-p * 132 // (rows * KV))) for p in (2, 4, 8, 12)} | ({1, 2} if rows >= 64 else set())
+        )
         tried = [
             (n, w, s, min(100, sp), mc)
             for n, w, s in (
-                (64, 2, 3), (64, 2, 4), (64, 2, 5), (64, 1, 3), (32, 1, 5), (128, 2, 3), (128, 4, 4), (64, 4, 4), (32, 2, 6),
+                (64, 2, 3),
+                (64, 2, 4),
+                (64, 1, 3),
+                (32, 1, 5),
+                (128, 2, 3),
+                (128, 4, 4),
+                (32, 2, 6),
             )  # fmt: skip
             for sp in fitting
             for mc in ((64, 128) if rows == 1 else (128, 256))
@@ -86,7 +94,7 @@ def decode() -> None:
 
 def prefill() -> None:
     configs = [
-        (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2),
+        (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3), (64, 64, 4, 4), 
         (256, 64, 8, 2), (256, 64, 8, 3), (128, 128, 4, 2), (128, 32, 4, 4), (256, 128, 8, 2), (64, 32, 4, 4),
     ]  # fmt: skip
     for start, length in ((0, 1024), (0, 4096), (0, 8192), (8192, 8192), (2048, 512)):

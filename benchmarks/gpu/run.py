@@ -163,6 +163,38 @@ class Bench:
         medians = {k: (len(v), round(statistics.median(v), 3), round(min(v), 3)) for k, v in seen.items()}
         report(step="submit", host_ms=medians)
 
+    def profile(self) -> None:
+        """Device time of a step by kind of kernel."""
+        from headrace.engine.cuda.timeline import profiled
+
+        shared = "shared 2048"
+        cases = (
+            (1, 128, 40),
+            (64, 512, 40),
+            (256, 512, 24),
+            (1, 16384, 24),
+            (1, 4096, 1),
+            (1, 16384, 1),
+            (64, shared, 40),
+        )
+        for batch, prompt, count in cases:
+            if prompt == shared:
+                asks = [(p, count) for p, _ in prefix(seed=77)]
+            else:
+                asks = [(single(prompt, 3_000_000 + batch * 300 + prompt + k), count) for k in range(batch)]
+            if count > 1:
+                self.generate([(p, 1) for p, _ in asks])
+            before = self.engine.stats.steps
+            kinds, span = profiled(lambda a=asks: self.generate(a), 1)
+            time.sleep(0.05)
+            steps = self.engine.stats.steps - before
+            report(
+                step="profile", B=batch, prompt=prompt, steps=steps, span_us=round(span / steps, 1),
+                busy_us=round(sum(k.us for k in kinds) / steps, 1),
+                kinds={k.kind: (round(k.us / steps, 1), round(k.launches / steps, 1)) for k in kinds},
+                names={n: round(t / steps, 1) for k in kinds for n, t in k.names.items() if t / steps > 20},
+            )  # fmt: skip
+
     def host(self) -> None:
         """Wall time per step beside the device's own time."""
         for batch in (1, 64):

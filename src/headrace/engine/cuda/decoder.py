@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -33,7 +34,8 @@ class DeviceStep:
 
     Per row: `ids` (negative: the slot's last sampled id), `slots` (-1: padding), `positions`. `chunks` [n, 4] and `tiles`
     [t, 2] as `prefill_attention` takes them. `firsts`, `prefix_tiles`: shared prefixes of the decode rows. `picked`: rows
-    whose logits are wanted; None means all of them.
+    whose logits are wanted; None means all of them. `keep_all`: the last hidden states of all rows are wanted in `x`; else
+    the last layer goes on with the picked rows only after its attention.
     """
 
     ids: torch.Tensor
@@ -46,6 +48,7 @@ class DeviceStep:
     firsts: torch.Tensor | None = None
     prefix_tiles: torch.Tensor | None = None
     picked: torch.Tensor | None = None
+    keep_all: bool = False
 
 
 class Decoder:
@@ -162,7 +165,8 @@ class Decoder:
     def run(self, step: DeviceStep, bad_rows: torch.Tensor | None = None, *, head: bool = True) -> torch.Tensor | None:
         """Compute a step: keys and values into the pool, and fp32 logits of the picked rows, in a persistent buffer.
 
-        `bad_rows` [rows] int32 gets 1 where a row's last hidden state is not finite. Without `head` no logits are made.
+        `bad_rows` [rows] int32 gets 1 where a row's hidden state is not finite at the end, or where the last layer begins if
+        only picked rows go through all of it. Without `head` no logits are made.
         """
         rows = len(step.ids)
         fused = step.decode_rows == rows and self.fused(rows)
@@ -181,7 +185,11 @@ class Decoder:
         else:
             embed(step.ids, step.slots, self.last_ids, weights.embedding, x, scale)
             pending, post = None, None
-            for i, w in enumerate(self._weights.layers):
+            last = len(weights.layers) - 1
+            pruned = step.picked is not None and not step.keep_all
+            for i, w in enumerate(weights.layers):
+                if i == last and pruned:
+                    return self._last_layer(i, w, x, pending, post, step, bad_rows)
                 pending, post = self._layer(i, w, x, pending, post, step)
             add_norm(x, pending, None, None, self._eps, post_weight=post, scale=self._spec.residual_scale, bad=bad_rows)
         if not head:
@@ -234,7 +242,11 @@ class Decoder:
             torch.addmm(bias, x, w.t(), out=out)
 
     def _fused_layer(self, i: int, x: torch.Tensor, gained: Gained, step: DeviceStep) -> None:
-        """One layer whose norms ride on the products; `gained` is x times the layer's first norm, and the next one's after."""
+        for part in self._fused_parts(i, x, gained, step):
+            part()
+
+    def _fused_parts(self, i: int, x: torch.Tensor, gained: Gained, step: DeviceStep) -> list[Callable[[], None]]:
+        """The launches of one layer whose norms ride on the products; `gained` is x times the layer's first norm, and the next one's after."""
         rows = len(x)
         layers = self._weights.layers
         w = layers[i]
@@ -255,11 +267,14 @@ class Decoder:
             )  # fmt: skip
 
         between = Gained(gained.values, self._squares[1])
-        gemm(gained, w.qkv, qkv, eps=eps, bias=w.qkv_bias)
-        self._attend(i, a, w, qkv, attended, step, pdl=pdl)
-        gemm(attended, w.out, x, residual=x, scale=scale, bias=w.out_bias, gain=w.mlp_norm, gained=between)
-        gemm(between, w.up, activated, eps=eps, pair=True, bias=w.up_bias)
-        gemm(activated, w.down, x, residual=x, scale=scale, bias=w.down_bias, gain=following, gained=gained)
+        added = {"residual": x, "scale": scale}
+        return [
+            lambda: gemm(gained, w.qkv, qkv, eps=eps, bias=w.qkv_bias),
+            *self._attend_parts(i, a, w, qkv, attended, step, pdl=pdl),
+            lambda: gemm(attended, w.out, x, bias=w.out_bias, gain=w.mlp_norm, gained=between, **added),
+            lambda: gemm(between, w.up, activated, eps=eps, pair=True, bias=w.up_bias),
+            lambda: gemm(activated, w.down, x, bias=w.down_bias, gain=following, gained=gained, **added),
+        ]
 
     def _layer(self, i: int, w: LayerWeights, x, pending, post, step: DeviceStep):
         """One layer; returns what is still to be added to x, and the norm that it passes first, if any."""
@@ -281,7 +296,37 @@ class Decoder:
         self._linear(activated, w.down, w.down_bias, h)
         return h, w.post_mlp_norm
 
+    def _last_layer(self, i: int, w: LayerWeights, x, pending, post, step: DeviceStep, bad_rows) -> torch.Tensor:
+        """The last layer of a step with picked rows, and the head: keys and values of all rows, the rest for those picked."""
+        rows, count = len(x), len(step.picked)
+        a, mlp, scale = self._mixers[i], self._spec.layers[i].mlp, self._spec.residual_scale
+        h = self._h[:rows]
+        qkv = self._cut(0, rows, self._qkv_width(a))
+        attended = self._cut(qkv.numel(), rows, a.num_heads * a.head_dim)
+        add_norm(x, pending, w.attn_norm, h, self._eps, post_weight=post, scale=scale, bad=bad_rows)
+        self._linear(h, w.qkv, w.qkv_bias, qkv)
+        self._attend(i, a, w, qkv, attended, step, pdl=False)
+        picked, chosen = self.picked_x[:count], self._cut(0, count, a.num_heads * a.head_dim)
+        torch.index_select(x, 0, step.picked, out=picked)
+        torch.index_select(attended, 0, step.picked, out=chosen)
+        h = self._h[:count]
+        self._linear(chosen, w.out, w.out_bias, h)
+        add_norm(picked, h, w.mlp_norm, h, self._eps, post_weight=w.post_attn_norm, scale=scale)
+        up = self._cut(0, count, len(w.up))
+        activated = self._cut(up.numel(), count, mlp.intermediate)
+        self._linear(h, w.up, w.up_bias, up)
+        activate(up, activated, mlp.activation, gated=mlp.gated)
+        self._linear(activated, w.down, w.down_bias, h)
+        add_norm(picked, h, None, None, self._eps, post_weight=w.post_mlp_norm, scale=scale)
+        return self.head(picked)
+
     def _attend(self, i: int, a: Attention, w: LayerWeights, qkv, out, step: DeviceStep, *, pdl: bool) -> None:
+        for part in self._attend_parts(i, a, w, qkv, out, step, pdl=pdl):
+            part()
+
+    def _attend_parts(
+        self, i: int, a: Attention, w: LayerWeights, qkv, out, step: DeviceStep, *, pdl: bool
+    ) -> list[Callable[[], None]]:
         group, place = self._places[i]
         kv, tables = self.pool[place], self.tables[group]
         turn = self._no_turn if a.rope is None else self._turns[a.rope]
@@ -295,20 +340,89 @@ class Decoder:
         n, rows = step.decode_rows, len(qkv)
         cascade = step.prefix_tiles is not None and a.window is None
         alone = n == rows and not cascade
+        parts: list[Callable[[], None]] = []
         if not alone:
-            rope_cache(qkv, kv, tables, step.slots, step.positions, turn, a.num_heads, rope_dim=rope_dim, **norms)
+            parts.append(
+                lambda: rope_cache(
+                    qkv, kv, tables, step.slots, step.positions, turn, a.num_heads, rope_dim=rope_dim, **norms
+                )
+            )
         if n:
             given = {"cos_sin": turn, "rope_dim": rope_dim, **norms} if alone else {}
             if cascade:
                 given = {"firsts": step.firsts, "tiles": step.prefix_tiles, "prefix_splits": PREFIX_SPLITS}
-            decode_attention(
+            parts.append(lambda: decode_attention(
                 qkv[:n], out[:n], kv, tables, step.slots[:n], step.positions[:n], self._work, a.num_heads,
                 splits=self.splits(n), min_chunk=128 if cascade else self.min_chunk(n), pdl=pdl and alone, **rules, **given,
-            )  # fmt: skip
+            ))  # fmt: skip
         if step.chunks is not None:
-            prefill_attention(
-                qkv, out, kv, tables, step.chunks, step.tiles, a.num_heads, **rules, **prefill_shape(step.tile_rows, a)
+            parts.append(
+                lambda: prefill_attention(
+                    qkv,
+                    out,
+                    kv,
+                    tables,
+                    step.chunks,
+                    step.tiles,
+                    a.num_heads,
+                    **rules,
+                    **prefill_shape(step.tile_rows, a),
+                )  # fmt: skip
             )
+        return parts
+
+    def compile_jobs(self, step: DeviceStep) -> list[Callable[[], None]]:
+        """Launches that, run in any order on a step of nothing but padding, compile every kernel that such steps launch.
+
+        One for each kind of layer; results are meaningless.
+        """
+        rows, weights = len(step.ids), self._weights
+        x, h = self.x[:rows], self._h[:rows]
+        gained = Gained(h, self._squares[0], 1)
+        seen, jobs = set(), []
+        for i, layer in enumerate(self._spec.layers):
+            if (kind := (replace(layer.mixer, kv_source=None), layer.mlp)) in seen:
+                continue
+            seen.add(kind)
+            if step.decode_rows == rows and self.fused(rows):
+                jobs += self._fused_parts(i, x, gained, step)
+                continue
+            w, a = weights.layers[i], self._mixers[i]
+            qkv = self._cut(0, rows, self._qkv_width(a))
+            jobs += self._attend_parts(
+                i, a, w, qkv, self._cut(qkv.numel(), rows, a.num_heads * a.head_dim), step, pdl=False
+            )
+        if jobs and self.fused(rows) and step.decode_rows == rows:
+            jobs.append(
+                lambda: embed(
+                    step.ids,
+                    step.slots,
+                    self.last_ids,
+                    weights.embedding,
+                    x,
+                    1.0,
+                    gain=weights.layers[0].attn_norm,
+                    gained=gained,
+                    pdl=self._pdl,
+                )  # fmt: skip
+            )
+            if self._head_config(rows) is not None:
+                jobs.append(lambda: self._skinny_head(gained, self.logits[:rows], pdl=self._pdl))
+            return jobs
+        w, mlp = weights.layers[0], self._spec.layers[0].mlp
+        up = self._cut(0, rows, len(w.up))
+        bad = torch.zeros(rows, dtype=torch.int32, device=x.device)
+        jobs += [
+            lambda: embed(step.ids, step.slots, self.last_ids, weights.embedding, x, 1.0),
+            lambda: add_norm(x, None, w.attn_norm, h, self._eps),
+            lambda: add_norm(x, h, w.mlp_norm, h, self._eps, post_weight=w.post_attn_norm),
+            lambda: add_norm(x, h, w.attn_norm, h, self._eps, post_weight=w.post_mlp_norm, bad=bad),
+            lambda: add_norm(x, h, None, None, self._eps, post_weight=w.post_mlp_norm),
+            lambda: add_norm(x, h, None, None, self._eps, post_weight=w.post_mlp_norm, bad=bad),
+            lambda: activate(up, self._cut(up.numel(), rows, mlp.intermediate), mlp.activation, gated=mlp.gated),
+            lambda: self.head(self.picked_x[: min(rows, self.rows)]),
+        ]
+        return jobs
 
 
 def prefill_shape(tile_rows: int, a: Attention) -> dict[str, int]:
@@ -316,6 +430,8 @@ def prefill_shape(tile_rows: int, a: Attention) -> dict[str, int]:
     wide = triton.next_power_of_2(a.head_dim) > 128
     if tile_rows <= 64:
         return {"block_m": 64, "block_n": 32 if wide else 64, "num_warps": 4, "stages": 2 if wide else 3}
+    if tile_rows == 256:
+        return {"block_m": 256, "block_n": 32 if wide else 64, "num_warps": 8, "stages": 2 if wide else 3}
     return {"block_m": 128, "block_n": 32 if wide else 64, "num_warps": 8, "stages": 2 if wide else 3}
 
 

@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps: one per padded number of rows, with and without shared prefixes, in one memory pool."""
+"""CUDA graphs of steps: one per padded size and kind, in one memory pool."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ def graph_sizes(max_rows: int) -> list[int]:
     return sizes
 
 
+Key = tuple[int, bool] | tuple[str, int, int]
+"""Decode steps: rows and whether prefixes are shared; mixed steps: "mixed", decode rows, prompt tokens."""
+
+
 class DecodeGraphs:
-    """Captured decode steps. `replay` runs the one for (rows, shared) if there is one."""
+    """Captured steps. `replay` runs the one for a key if there is one."""
 
     def __init__(self) -> None:
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self._pool = None
         self.capture_s = 0.0
 
@@ -31,7 +35,7 @@ class DecodeGraphs:
     def count(self) -> int:
         return len(self._graphs)
 
-    def capture(self, key: tuple[int, bool], launch: Callable[[], None]) -> None:
+    def capture(self, key: Key, launch: Callable[[], None]) -> None:
         """Record what `launch` launches; it must have run once before, so that nothing is compiled or allocated here."""
         begin = time.perf_counter()
         graph = torch.cuda.CUDAGraph()
@@ -41,8 +45,8 @@ class DecodeGraphs:
         self._graphs[key] = graph
         self.capture_s += time.perf_counter() - begin
 
-    def replay(self, rows: int, shared: bool) -> bool:
-        graph = self._graphs.get((rows, shared))
+    def replay(self, key: Key) -> bool:
+        graph = self._graphs.get(key)
         if graph is None:
             return False
         graph.replay()

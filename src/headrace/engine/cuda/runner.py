@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,6 +33,11 @@ from headrace.engine.sampler.rows import NOT_FINITE, NOTHING_ALLOWED, Rows
 from headrace.engine.sampler.state import SamplingState
 from headrace.spec.cache import CacheLayout
 
+MIXED_TOKENS = (64, 128, 256, 512)
+"""Prompt tokens of captured mixed steps; longer chunks keep the device busy enough to be launched one kernel at a time."""
+MIXED_TILE = 64
+COMPILE_THREADS = 12
+
 _LOGIT_ROWS = 64
 """Rows of logits held at once while prompt log-probabilities are computed."""
 
@@ -44,6 +50,7 @@ class _Row:
     generation: int
     sampled: int
     position: int
+    first: int = 0
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt: list[LogprobsInFlight] = field(default_factory=list)
@@ -57,7 +64,6 @@ class CudaStep:
         self.rows: list[_Row] = []
         self.host: np.ndarray | None = None
         self.bad_rows: torch.Tensor | None = None
-        self.first_rows: np.ndarray | None = None
         self.reported: tuple[list[int], LogprobsInFlight] | None = None
         self.lost: torch.Tensor | None = None
         self.begin = time.perf_counter()
@@ -107,7 +113,7 @@ class Runner:
         self._cuda = device.type == "cuda"
         self._device = device
         tokens, seqs = decoder.tokens, limits.max_num_seqs
-        capacity = 3 * tokens + 4 * seqs + 2 * (tokens // 64 + seqs) + 16 * seqs + 3 * (seqs + MAX_GROUPS) + 1024
+        capacity = 3 * tokens + 4 * seqs + 2 * (tokens // 64 + seqs) + 16 * seqs + 3 * (seqs + MAX_GROUPS) + 8192
         capacity += 2 * self._slots.tables.size + 2 * limits.num_blocks // 8
         self.metadata = Metadata(capacity, device)
         self._out = torch.zeros(3, decoder.rows, dtype=torch.int32, device=device)
@@ -117,12 +123,15 @@ class Runner:
         self.graphs = DecodeGraphs()
         self._sizes = np.array(graph_sizes(decoder.rows))
         self._graphed = False
+        self._mixed_keys: list[tuple[int, int]] = []
 
     # Graphs
 
     def warm_up(self, *, graphs: bool) -> None:
         """Compile the kernels of decode steps by running each size on padding alone, then capture the sizes as graphs."""
         shareable = self._one_group
+        if self._cuda:
+            self._compile(shareable)
         for rows in self._sizes[::-1].tolist():
             for shared in (False, True) if shareable and rows >= 4 else (False,):
                 step, ids, bad, sample_slots = self._padding(rows, shared)
@@ -132,7 +141,97 @@ class Runner:
                         (rows, shared),
                         lambda s=step, i=ids, b=bad, t=sample_slots: self._launch_decode(s, i, b, t),
                     )
+        self.warm_up_mixed(graphs=graphs)
+        self._mixed_keys = self._mixed_sizes() if graphs else []
         self._graphed = graphs
+
+    def _compile(self, shareable: bool) -> None:
+        """Compile side by side what would otherwise be compiled one after the other when it is first launched."""
+        jobs: list[Callable[[], object]] = []
+        steps: list[DeviceStep] = []
+        decoder, out = self._decoder, self._out
+        # Slots of -1 are padding everywhere, and chunks and tiles of -1 are empty.
+        blank = torch.full((8 + decoder.tokens,), -1, dtype=torch.int32, device=self._device)
+        sizes = {int(self._sizes[np.searchsorted(self._sizes, min(n, decoder.rows))]) for n in (1, 16, 32, 64, 256)}
+        for rows in sorted(sizes):
+            steps.append(step := DeviceStep(blank[:rows], blank[:rows], blank[:rows], rows))
+            jobs.append(
+                lambda n=rows, s=step: greedy(
+                    decoder.logits[:n], out[0], out[1], decoder.last_ids, blank[:n], pdl=decoder.greedy_pdl(n, s)
+                )
+            )
+        if shareable and decoder.rows >= 4:
+            tiles = blank[:9].view(3, 3)
+            steps.append(DeviceStep(blank[:4], blank[:4], blank[:4], 4, firsts=blank[:4], prefix_tiles=tiles))
+        rows = min(512, decoder.tokens)
+        for tile_rows in (64, 128, 256):
+            chunks, tiles = blank[4:8].view(1, 4), blank[4:6].view(1, 2)
+            steps.append(
+                DeviceStep(blank[:rows], blank[:rows], blank[:rows], min(8, rows - 1), chunks, tiles, tile_rows)
+            )
+        one, rules = out[2, :1], torch.ones(1, 5, device=self._device)
+        jobs.append(lambda: draw(decoder.logits[:1], out[0], decoder.last_ids, one, one, rules))
+        jobs.append(lambda: greedy(decoder.logits[:1], out[0], out[2], decoder.last_ids, one, masked=True))
+        pairs = torch.zeros(1, 2, dtype=torch.int32, device=self._device)
+        jobs.append(lambda: copy_blocks(decoder.pool, pairs))
+        jobs.append(lambda: scatter(self._bad_rows, pairs))
+        # Attention of prompts takes longest to compile, so it goes first.
+        jobs = [job for step in steps[::-1] for job in decoder.compile_jobs(step)] + jobs
+
+        def one_job(job: Callable[[], object]) -> None:
+            torch.cuda.set_device(self._device)
+            job()
+
+        with ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="compile") as pool:
+            list(pool.map(one_job, jobs))
+        torch.cuda.synchronize(self._device)
+
+    def _mixed_padding(self, rows: int, tokens: int) -> Packed:
+        return self.metadata.send(
+            {
+                "ids": np.zeros(rows + tokens, np.int32),
+                "slots": np.full(rows + tokens, -1, np.int32),
+                "positions": np.zeros(rows + tokens, np.int32),
+                **self._mixed_tables(rows, tokens, [], [], [], []),
+            }
+        )
+
+    def warm_up_mixed(self, *, graphs: bool) -> None:
+        """The same for steps of running sequences beside a short chunk of prompts."""
+        for rows, tokens in self._mixed_sizes():
+            step, sample = self._mixed_step(self._mixed_padding(rows, tokens), rows)
+            self._launch_mixed(step, sample)
+            if graphs:
+                self.graphs.capture(("mixed", rows, tokens), lambda s=step, t=sample: self._launch_mixed(s, t))
+
+    def _mixed_sizes(self) -> list[tuple[int, int]]:
+        most = self._decoder.rows
+        rows = sorted({min(n, most) for n in (8, 32, 64, 128, 192, 256)})
+        return [(r, t) for t in MIXED_TOKENS for r in rows if r + t <= self._decoder.tokens][::-1]
+
+    def _mixed_tables(self, rows: int, tokens: int, chunks, tiles, picked, sample) -> dict[str, np.ndarray]:
+        """Arrays of a graphed mixed step, padded to what its size may hold; the last chunk is always padding."""
+        most = tokens // 16
+        padded = np.zeros((most, 4), np.int32)
+        padded[: len(chunks)] = np.reshape(chunks, (-1, 4))
+        all_tiles = np.zeros((tokens // MIXED_TILE + most, 2), np.int32)
+        all_tiles[:, 0] = most - 1
+        all_tiles[: len(tiles)] = np.reshape(tiles, (-1, 2))
+        logits = min(rows + most, self._decoder.rows)
+        picks, slots = np.zeros(logits, np.int32), np.full(logits, -1, np.int32)
+        picks[: len(picked)], slots[: len(sample)] = picked, sample
+        return {"chunks": padded, "tiles": all_tiles, "picked": picks, "sample": slots}
+
+    def _mixed_step(self, meta: Packed, rows: int) -> tuple[DeviceStep, torch.Tensor]:
+        return DeviceStep(
+            meta["ids"], meta["slots"], meta["positions"], rows, meta["chunks"].view(-1, 4), meta["tiles"].view(-1, 2),
+            MIXED_TILE, picked=meta["picked"],
+        ), meta["sample"]  # fmt: skip
+
+    def _launch_mixed(self, step: DeviceStep, sample: torch.Tensor) -> None:
+        count = len(sample)
+        logits = self._decoder.run(step, self._bad_rows[: len(step.ids)])
+        greedy(logits, self._out[0, :count], self._out[1, :count], self._decoder.last_ids, sample)
 
     def _padding(self, rows: int, shared: bool):
         """A decode step of nothing but padding, whose views are those of every step of that size."""
@@ -282,25 +381,37 @@ class Runner:
         if shared is not None:
             arrays |= {"firsts": fill(shared.firsts, 0), "prefix": shared.tiles}
         order = {id(c): i for i, c in enumerate(chunks)}
-        step.rows = [self._row(c, order[id(c)]) for c in plan.chunks]
+        step.rows = [self._row(c, order[id(c)], order[id(c)]) for c in plan.chunks]
         plan_rows = self._plan_sampling(step, slots, [c.sample for c in chunks], arrays)
         arrays |= self._change_arrays(plan, appended)
         meta = self.metadata.send(arrays)
         self._changes(meta)
-        if not (self._graphed and self.graphs.replay(padded, shared is not None)):
+        if not (self._graphed and self.graphs.replay((padded, shared is not None))):
             self._launch_decode(*self._decode_step(meta, padded))
         self._sample(step, self._decoder.logits[:count], plan_rows, meta)
+
+    def _mixed_size(self, rows: int, lengths: np.ndarray) -> tuple[int, int] | None:
+        """The least graphed size that holds a mixed step, if there is one."""
+        tokens = int(lengths.sum())
+        if not self._graphed or tokens > MIXED_TOKENS[-1]:
+            return None
+        fitting = [(t, r) for r, t in self._mixed_keys if r >= rows and t >= tokens and len(lengths) < t // 16]
+        return min(fitting)[::-1] if fitting else None
 
     def _submit_mixed(
         self, step: CudaStep, plan: StepPlan, single: list[Chunk], longer: list[Chunk], appended: list[np.ndarray]
     ) -> None:
         ids, slots, positions, _ = self._rows_of(single)
-        n = len(single)
         lengths = np.fromiter((c.length for c in longer), np.int64, len(longer))
         starts = np.fromiter((c.start for c in longer), np.int64, len(longer))
         long_slots = np.fromiter((c.slot for c in longer), np.int64, len(longer))
-        firsts = n + np.cumsum(lengths) - lengths
-        tile_rows = 64 if int(lengths.max()) <= 64 else 128
+        n, tokens = len(single), int(lengths.sum())
+        keep_all = any(self._sampling.rules[c.slot].prompt_logprobs is not None for c in plan.chunks)
+        size = None if keep_all else self._mixed_size(n, lengths)
+        base, room = size or (n, tokens)
+        firsts = base + np.cumsum(lengths) - lengths
+        longest = int(lengths.max())
+        tile_rows = MIXED_TILE if size or longest <= 64 else 128 if longest < 4096 else 256
         # The longest walks first: a tile's work grows with its last key.
         tiles = np.concatenate(
             [
@@ -310,51 +421,63 @@ class Runner:
         )
         tiles = tiles[np.argsort(-(starts[tiles[:, 0]] + tiles[:, 1]), kind="stable")]
         owner = np.repeat(np.arange(len(longer)), lengths)
-        long_positions = np.arange(int(lengths.sum())) - (firsts - n)[owner] + starts[owner]
+        long_positions = np.arange(tokens) - (firsts - base)[owner] + starts[owner]
         long_ids = np.where(
             long_positions < self._known[long_slots[owner]], self._slots.tokens[long_slots[owner], long_positions], -1
         )
-        sampled = [(i, c) for i, c in enumerate(single)]
+
+        def rows_of(decode: np.ndarray, prompt: np.ndarray, blank: int) -> np.ndarray:
+            out = np.full(base + room, blank, np.int32)
+            out[:n], out[base : base + tokens] = decode, prompt
+            return out
+
+        sampled = list(enumerate(single))
         sampled += [(int(f) + c.length - 1, c) for f, c in zip(firsts, longer, strict=True) if c.sample]
         at = {id(c): i for i, (_, c) in enumerate(sampled)}
-        step.rows = [self._row(c, at.get(id(c), -1)) for c in plan.chunks]
+        first_of = {id(c): i for i, c in enumerate(single)}
+        first_of |= {id(c): int(f) for f, c in zip(firsts, longer, strict=True)}
+        step.rows = [self._row(c, at.get(id(c), -1), first_of[id(c)]) for c in plan.chunks]
         row_slots = np.fromiter((c.slot for _, c in sampled), np.int64, len(sampled))
+        picked = [i for i, _ in sampled]
+        sample = [c.slot if c.sample else -1 for _, c in sampled]
+        chunks = np.stack([long_slots, starts, lengths, firsts], 1)
         arrays = {
-            "ids": np.concatenate([ids, long_ids]),
-            "slots": np.concatenate([slots, long_slots[owner]]),
-            "positions": np.concatenate([positions, long_positions]),
-            "chunks": np.stack([long_slots, starts, lengths, firsts], 1),
-            "tiles": tiles,
+            "ids": rows_of(ids, long_ids, 0),
+            "slots": rows_of(slots, long_slots[owner], -1),
+            "positions": rows_of(positions, long_positions, 0),
         }
-        if sampled:
-            arrays["picked"] = np.fromiter((i for i, _ in sampled), np.int64, len(sampled))
-            arrays["sample"] = np.fromiter((c.slot if c.sample else -1 for _, c in sampled), np.int64, len(sampled))
+        if size:
+            arrays |= self._mixed_tables(base, room, chunks, tiles, picked, sample)
+        else:
+            arrays |= {"chunks": chunks, "tiles": tiles}
+            if sampled:
+                arrays |= {"picked": np.array(picked, np.int32), "sample": np.array(sample, np.int32)}
         wanted = self._plan_sampling(step, row_slots, [c.sample for _, c in sampled], arrays)
         arrays |= self._change_arrays(plan, appended)
         meta = self.metadata.send(arrays)
         self._changes(meta)
-        total = n + int(lengths.sum())
-        device_step = DeviceStep(
-            meta["ids"], meta["slots"], meta["positions"], n, meta["chunks"].view(-1, 4), meta["tiles"].view(-1, 2),
-            tile_rows, picked=meta["picked"] if sampled else None,
-        )  # fmt: skip
-        logits = self._decoder.run(device_step, self._bad_rows[:total], head=bool(sampled))
-        if sampled:
-            count = len(sampled)
-            greedy(logits, self._out[0, :count], self._out[1, :count], self._decoder.last_ids, meta["sample"])
-        step.bad_rows = to_host(self._bad_rows[:total])
-        step.first_rows = np.concatenate([np.arange(n), firsts])
+        if size:
+            self.graphs.replay(("mixed", *size))
+        else:
+            device_step = DeviceStep(
+                meta["ids"], meta["slots"], meta["positions"], n, meta["chunks"].view(-1, 4),
+                meta["tiles"].view(-1, 2), tile_rows, picked=meta["picked"] if sampled else None,
+                keep_all=keep_all,
+            )  # fmt: skip
+            logits = self._decoder.run(device_step, self._bad_rows[: base + room], head=bool(sampled))
+            if sampled:
+                count = len(sampled)
+                greedy(logits, self._out[0, :count], self._out[1, :count], self._decoder.last_ids, meta["sample"])
+        step.bad_rows = to_host(self._bad_rows[: base + room])
         self._sample(step, self._decoder.logits[: len(sampled)], wanted, meta)
-        by_chunk = {id(c): int(f) for f, c in zip(firsts, longer, strict=True)}
-        by_chunk |= {id(c): i for i, c in enumerate(single)}
-        self._prompt_logprobs(step, by_chunk)
+        self._prompt_logprobs(step)
 
-    def _row(self, chunk: Chunk, sampled: int) -> _Row:
+    def _row(self, chunk: Chunk, sampled: int, first: int) -> _Row:
         slot = chunk.slot
         position = int(self._slots.lengths[slot])
         if chunk.sample:
             self._slots.lengths[slot] += 1
-        return _Row(chunk, int(self._generation[slot]), sampled, position)
+        return _Row(chunk, int(self._generation[slot]), sampled, position, first)
 
     # Sampling
 
@@ -418,7 +541,7 @@ class Runner:
             ring[:2].copy_(out[:2], non_blocking=True)
             step.host = ring.numpy()
 
-    def _prompt_logprobs(self, step: CudaStep, first_row_of: dict[int, int]) -> None:
+    def _prompt_logprobs(self, step: CudaStep) -> None:
         """Launch log-probabilities of the prompt tokens that follow each position computed, where a request wants them."""
         for row in step.rows:
             chunk = row.chunk
@@ -426,7 +549,7 @@ class Runner:
             count = min(chunk.start + chunk.length, int(self._slots.prompt_lengths[chunk.slot]) - 1) - chunk.start
             if wanted is None or count < 1:
                 continue
-            first = first_row_of[id(chunk)]
+            first = row.first
             for at in range(0, count, _LOGIT_ROWS):
                 n = min(_LOGIT_ROWS, count - at)
                 begin = chunk.start + at + 1
@@ -442,12 +565,9 @@ class Runner:
         """The device is done with a step: read its ids, tell slots and grammars, and make the result."""
         if step.bad_rows is not None:
             bad = step.bad_rows.numpy()
-            lengths = [r.chunk.length for r in step.rows]
-            order = np.argsort([0 if n == 1 else 1 for n in lengths], kind="stable")
-            starts = np.cumsum([0] + [lengths[i] for i in order.tolist()])
-            for i, at in zip(order.tolist(), starts[:-1].tolist(), strict=True):
-                if bad[at : at + lengths[i]].any():
-                    self._fail(step.rows[i], NOT_FINITE)
+            for row in step.rows:
+                if bad[row.first : row.first + row.chunk.length].any():
+                    self._fail(row, NOT_FINITE)
         if step.reported is not None:
             of_row = dict(zip(step.reported[0], step.reported[1].read(), strict=True))
             for row in step.rows:

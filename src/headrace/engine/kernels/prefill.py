@@ -50,6 +50,8 @@ def _prefill(
     start = tl.load(chunks + 4 * chunk + 1)
     length = tl.load(chunks + 4 * chunk + 2)
     row0 = tl.load(chunks + 4 * chunk + 3).to(tl.int64)
+    if m0 >= length:
+        return
     kv_head = head // GROUP
     m = m0 + tl.arange(0, BLOCK_M)
     d = tl.arange(0, D_P)
@@ -139,7 +141,8 @@ def prefill_attention(
     """out [tokens, heads * dim] for chunks of several sequences; rows of no chunk are left alone.
 
     `qkv` [tokens, (heads + 2 kv_heads) * dim] after `rope_cache`. `chunks` [n, 4] int32: slot, first position, length, first
-    row. `tiles` [t, 2] int32: chunk and the first query of each tile of `block_m` (a multiple of `block_n`) queries.
+    row. `tiles` [t, 2] int32: chunk and the first query of each tile of `block_m` (a multiple of `block_n`) queries; a chunk of
+    length 0 is padding.
     """
     _, _, kv_heads, block_tokens, dim = kv.shape
     assert block_m % block_n == 0

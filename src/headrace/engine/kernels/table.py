@@ -13,7 +13,7 @@ from headrace.base.files import data_dir
 from headrace.engine.kernels.gemm import GemmConfig
 
 SHIPPED = Path(__file__).parent / "configs"
-BUCKETS = (16, 32, 64)
+BUCKETS = (4, 16, 32, 64)
 
 
 def user_folder() -> Path:
@@ -49,6 +49,9 @@ class GemmTable:
         if bucket is None:
             return None
         entry = self._entries.get(key(bucket, columns, inner, pair=pair), {})
+        if bucket == 4 and not entry:
+            bucket = 16
+            entry = self._entries.get(key(bucket, columns, inner, pair=pair), {})
         if entry is None:
             return None
         if entry:
