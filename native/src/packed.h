@@ -42,7 +42,7 @@ constexpr int zero_shift(Codes c, Scales s) {
 }
 constexpr int zero_of(Codes c, Scales s) { return zero_shift(c, s) < 0 ? 0 : 1 << zero_shift(c, s); }
 
-inline int code_bytes(Codes c) {  // per (tile, group)
+constexpr int code_bytes(Codes c) {  // per (tile, group)
   switch (c) {
     case Codes::u4: return 256;
     case Codes::u5: return 320;
@@ -52,7 +52,7 @@ inline int code_bytes(Codes c) {  // per (tile, group)
     default: return kTile * kGroup * 2;
   }
 }
-inline int group_scale_bytes(Scales s) {  // in front of each group's codes
+constexpr int group_scale_bytes(Scales s) {  // in front of each group's codes
   switch (s) {
     case Scales::plain: return 32;
     case Scales::min: return 64;
@@ -61,7 +61,7 @@ inline int group_scale_bytes(Scales s) {  // in front of each group's codes
     default: return 0;
   }
 }
-inline int super_scale_bytes(Scales s) {  // in front of every eighth group
+constexpr int super_scale_bytes(Scales s) {  // in front of every eighth group
   switch (s) {
     case Scales::kmin: return 64;
     case Scales::k16: return 32;
