@@ -14,6 +14,8 @@ class SchedulerConfig:
     `max_num_seqs`: sequences running at once (slots of the executor). `max_batched_tokens`: tokens computed per step.
     `max_model_len`: prompt and generated tokens of one sequence. `max_prefill_tokens`: most prompt tokens per step
     while others decode, which bounds their inter-token latency; None leaves it to the step's budget.
+    `prefill_burst`: that limit is lifted while the requests that are prefilling or waiting are more than this share of those
+    that decode: few streams then wait for many, and long chunks serve the many best. None: never lifted.
     `chunked_prefill` False: a request starts only in a step that computes all that it lacks.
     `order`, `eviction`, `admission`: names under `control/policies`. `watermark`: share of the pool that admission
     keeps free for the growth of running sequences. `share_min`: a waiting request is held back for a running one that
@@ -24,6 +26,7 @@ class SchedulerConfig:
     max_batched_tokens: int
     max_model_len: int
     max_prefill_tokens: int | None = None
+    prefill_burst: float | None = None
     prefix_caching: bool = True
     chunked_prefill: bool = True
     order: str = "priority"

@@ -333,7 +333,9 @@ class Scheduler:
                 sequence.pending = pending + 1
             build.budget -= end - start
         if chunks and self.config.max_prefill_tokens is not None:
-            build.prefill_budget = self.config.max_prefill_tokens
+            burst = self.config.prefill_burst
+            if burst is None or len(prefilling) + len(self._waiting) <= burst * len(chunks):
+                build.prefill_budget = self.config.max_prefill_tokens
         for sequence in prefilling:
             if sequence.state is State.RUNNING and not self._plan_prefill(sequence, build):
                 starved = True
