@@ -25,11 +25,12 @@ def tune(
         ) from None
     if not torch.cuda.is_available():
         raise InvalidInput("tuning needs a CUDA GPU, and torch sees none", field="tune")
-    from headrace.engine.tune import measure, shapes, write_table
+    from headrace.engine.tune import measure, measure_decode, shapes, write_table
 
     device = torch.device("cuda:0")
+    decode = measure_decode(spec, device, typer.echo)
     entries = measure(shapes(spec), device, typer.echo)
-    typer.echo(f"written: {write_table(torch.cuda.get_device_name(device), entries, out)}")
+    typer.echo(f"written: {write_table(torch.cuda.get_device_name(device), entries, out, decode)}")
 
 
 def register(app: typer.Typer) -> None:

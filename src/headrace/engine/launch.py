@@ -34,6 +34,9 @@ DEFAULT_BLOCK_TOKENS = 16
 # On a CPU the pool competes with everything else on the machine, so by default it takes only what pays: a few GiB hold
 # dozens of conversations of a model small enough to be served there.
 CPU_POOL_BYTES = 2 * GIB
+# A default limit on prompt chunks protects running streams from single prompts; it gives way when more than one request for
+# every 64 of them is waiting: a burst is served best by long chunks.
+PREFILL_BURST = 1 / 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ _CPU = _Defaults(
 # Prompts alone fill the tensor cores best in long chunks. Beside running streams a chunk is kept short: it hides the reading
 # of the weights that their step needs anyway, and delays their next token by no more than a few milliseconds.
 _GPU = _Defaults(
-    max_num_seqs=256, max_batched_tokens=16384, max_prefill_tokens=512, memory_fraction=0.9, pool_bytes=None
+    max_num_seqs=256, max_batched_tokens=16384, max_prefill_tokens=256, memory_fraction=0.9, pool_bytes=None
 )
 
 
@@ -163,6 +166,7 @@ def _assemble(
         max_batched_tokens=max_batched_tokens,
         max_model_len=pool.max_model_len,
         max_prefill_tokens=_prefill_tokens(config, defaults),
+        prefill_burst=PREFILL_BURST if config.max_prefill_tokens is None else None,
         prefix_caching=config.prefix_cache,
         chunked_prefill=config.chunked_prefill,
         order=config.order,

@@ -20,6 +20,7 @@ import torch
 
 from headrace.base.files import write_atomic
 from headrace.engine.cuda.decoder import product
+from headrace.engine.kernels.decode import DecodeWorkspace, decode_attention
 from headrace.engine.kernels.gemm import Gained, GemmConfig, GemmWorkspace, skinny_gemm
 from headrace.engine.kernels.table import BUCKETS, entry_of, file_name, key, user_folder
 from headrace.spec.model import ModelSpec
@@ -58,7 +59,7 @@ def shapes(spec: ModelSpec) -> list[Shape]:
 
 def candidates(bucket: int, shape: Shape, sms: int) -> Iterator[GemmConfig]:
     """Configurations worth a measurement: enough programs, stages that fit into shared memory."""
-    small = bucket == 16
+    small = bucket <= 16
     for block_n, block_k, split, warps, stages in itertools.product(
         (16, 32, 64),
         (128, 256, 512) if small else (128, 256),
@@ -71,7 +72,7 @@ def candidates(bucket: int, shape: Shape, sms: int) -> Iterator[GemmConfig]:
         tiles = -(-shape.columns // block_n)
         programs = tiles * split
         weights = block_n * block_k * 2 * (2 if shape.pair else 1)
-        shared = (weights + bucket * block_k * 2) * (stages - 1)
+        shared = (weights + max(16, bucket) * block_k * 2) * (stages - 1)
         if shape.inner % (block_k * split) or shape.columns % block_n or shared > 180_000:
             continue
         if shape.role == "head" and split > 1:
@@ -156,7 +157,7 @@ def measure(
     for bucket in buckets:
         ours, theirs, found = 0.0, 0.0, {}
         for shape in wanted:
-            bench = Bench(shape, bucket, dtype, device)
+            bench = Bench(shape, _rows(bucket), dtype, device)
             tried, compiled = work[bucket, shape], fits[bucket, shape]
             timed = sorted(
                 (graph_us(lambda c=c, b=bench: b.skinny(c), len(bench.weights)), i)
@@ -195,6 +196,11 @@ def measure(
     return entries
 
 
+def _rows(bucket: int) -> int:
+    """Rows that a bucket is measured with: the smallest bucket stands for a single stream."""
+    return 1 if bucket == BUCKETS[0] else bucket
+
+
 def _compile_all(
     work: dict[tuple[int, Shape], list[GemmConfig]], dtype: torch.dtype, device: torch.device
 ) -> dict[tuple[int, Shape], list[bool]]:
@@ -217,7 +223,7 @@ def _compile_part(jobs: list[tuple[tuple[int, Shape], GemmConfig]], dtype: torch
     benches: dict[tuple[int, Shape], Bench] = {}
     for pair, config in jobs:
         if pair not in benches:
-            benches = {pair: Bench(pair[1], pair[0], dtype, torch.device(device), copies=1)}
+            benches = {pair: Bench(pair[1], _rows(pair[0]), dtype, torch.device(device), copies=1)}
         try:
             benches[pair].skinny(config)
             torch.cuda.synchronize()
@@ -227,10 +233,69 @@ def _compile_part(jobs: list[tuple[tuple[int, Shape], GemmConfig]], dtype: torch
     return found
 
 
-def write_table(card: str, entries: dict[str, dict[str, int] | None], folder: Path | None = None) -> Path:
+def measure_decode(spec: ModelSpec, device: torch.device, report: Callable[[str], None]) -> dict[str, dict[str, int]]:
+    """The table's entry for a single stream's attention: the least sum of times at a short and a long context."""
+    a = spec.layers[0].mixer
+    heads, kv_heads, dim, block = a.num_heads, a.num_kv_heads, a.head_dim, 16
+    contexts, layers = (160, 16384), 4
+    qkv = torch.randn(1, (heads + 2 * kv_heads) * dim, device=device, dtype=torch.bfloat16)
+    out = torch.zeros(1, heads * dim, device=device, dtype=torch.bfloat16)
+    blocks = contexts[1] // block
+    pools = [
+        torch.randn(blocks + 1, 2, kv_heads, block, dim, device=device, dtype=torch.bfloat16) for _ in range(layers)
+    ]
+    table = torch.randperm(blocks, device=device).int().view(1, blocks)
+    turns = torch.rand(contexts[1], dim, device=device)
+    slot = torch.zeros(1, dtype=torch.int32, device=device)
+    work = DecodeWorkspace(1, kv_heads, heads // kv_heads, dim, lambda n: 100, device)
+    pdl = torch.cuda.get_device_capability(device) >= (9, 0)
+    timed = []
+    for block_n, num_warps, stages in (
+        (64, 2, 3),
+        (64, 2, 4),
+        (64, 1, 3),
+        (32, 1, 5),
+        (128, 4, 3),
+        (64, 4, 3),
+        (32, 2, 5),
+    ):
+        for splits, min_chunk in ((33, 64), (33, 128), (50, 64), (50, 128), (66, 64), (66, 128)):
+            config = {
+                "block_n": block_n, "num_warps": num_warps, "stages": stages, "splits": splits, "min_chunk": min_chunk,
+            }  # fmt: skip
+            us = []
+            for context in contexts:
+                at = torch.full((1,), context - 1, dtype=torch.int32, device=device)
+
+                def launch(config=config, at=at) -> None:
+                    for kv in pools:
+                        decode_attention(
+                            qkv, out, kv, table, slot, at, work, heads, scale=dim**-0.5, cos_sin=turns, rope_dim=dim,
+                            pdl=pdl, **config,
+                        )  # fmt: skip
+
+                us.append(graph_us(launch, layers, 5))
+            timed.append((sum(us), us, config))
+    timed.sort(key=lambda t: t[0])
+    for total, us, config in timed[:3]:
+        report(f"attention of one row: {total:.1f} us = {[round(u, 1) for u in us]} at contexts {contexts}: {config}")
+    return {f"{dim}": timed[0][2]}
+
+
+def write_table(
+    card: str,
+    entries: dict[str, dict[str, int] | None],
+    folder: Path | None = None,
+    decode: dict[str, dict[str, int]] | None = None,
+) -> Path:
     """Add entries to the card's own table below `folder` (the user's data folder); returns its path."""
     folder = user_folder() if folder is None else folder
     path = folder / file_name(card)
-    known = json.loads(path.read_text())["gemm"] if path.exists() else {}
-    write_atomic(path, json.dumps({"card": card, "gemm": known | entries}, indent=1) + "\n")
+    known = json.loads(path.read_text()) if path.exists() else {}
+    table = {
+        "card": card,
+        "decode": known.get("decode", {}) | (decode or {}),
+        "gemm": known.get("gemm", {}) | entries,
+    }
+    write_atomic(path, json.dumps(table, indent=1) + "\n")
     return path

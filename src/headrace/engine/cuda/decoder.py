@@ -23,7 +23,7 @@ from headrace.engine.kernels.table import BUCKETS, GemmTable
 from headrace.spec.cache import CacheLayout
 from headrace.spec.model import Attention, ModelSpec, Rope
 
-PREFIX_SPLITS = 8
+PREFIX_SPLITS = 4
 PACKED_ROWS = 64
 """Rows (queries times heads of a KV head) in a tile of shared-prefix attention."""
 
@@ -35,7 +35,7 @@ class DeviceStep:
     Per row: `ids` (negative: the slot's last sampled id), `slots` (-1: padding), `positions`. `chunks` [n, 4] and `tiles`
     [t, 2] as `prefill_attention` takes them. `firsts`, `prefix_tiles`: shared prefixes of the decode rows. `picked`: rows
     whose logits are wanted; None means all of them. `keep_all`: the last hidden states of all rows are wanted in `x`; else
-    the last layer goes on with the picked rows only after its attention.
+    the last layer goes on with the picked rows only after its attention, which then needs no other tiles than `last_tiles`.
     """
 
     ids: torch.Tensor
@@ -49,6 +49,7 @@ class DeviceStep:
     prefix_tiles: torch.Tensor | None = None
     picked: torch.Tensor | None = None
     keep_all: bool = False
+    last_tiles: torch.Tensor | None = None
 
 
 class Decoder:
@@ -136,11 +137,19 @@ class Decoder:
     def splits(self, rows: int) -> int:
         """Parts that a context is cut into: enough programs for the card, fewer where there are many rows."""
         kv_heads = self._mixers[0].num_kv_heads
+        if (tuned := self._table.decode(rows, self._mixers[0].head_dim)) is not None:
+            return tuned["splits"]
         return int(min(33, max(4, -(-8 * self._sms // (rows * kv_heads)))))
 
-    @staticmethod
-    def min_chunk(rows: int) -> int:
+    def _decode_shape(self, rows: int) -> dict[str, int]:
+        a = self._mixers[0]
+        tuned = self._table.decode(rows, a.head_dim)
+        return {} if tuned is None else {k: tuned[k] for k in ("block_n", "num_warps", "stages")}
+
+    def min_chunk(self, rows: int) -> int:
         """Keys that are worth a program of their own: with many rows only long contexts are cut, to even out the load."""
+        if (tuned := self._table.decode(rows, self._mixers[0].head_dim)) is not None:
+            return tuned["min_chunk"]
         return 128 if rows <= 16 else 256 if rows <= 32 else 1024
 
     def fused(self, rows: int) -> bool:
@@ -305,7 +314,8 @@ class Decoder:
         attended = self._cut(qkv.numel(), rows, a.num_heads * a.head_dim)
         add_norm(x, pending, w.attn_norm, h, self._eps, post_weight=post, scale=scale, bad=bad_rows)
         self._linear(h, w.qkv, w.qkv_bias, qkv)
-        self._attend(i, a, w, qkv, attended, step, pdl=False)
+        last = step if step.last_tiles is None else replace(step, tiles=step.last_tiles)
+        self._attend(i, a, w, qkv, attended, last, pdl=False)
         picked, chosen = self.picked_x[:count], self._cut(0, count, a.num_heads * a.head_dim)
         torch.index_select(x, 0, step.picked, out=picked)
         torch.index_select(attended, 0, step.picked, out=chosen)
@@ -353,7 +363,8 @@ class Decoder:
                 given = {"firsts": step.firsts, "tiles": step.prefix_tiles, "prefix_splits": PREFIX_SPLITS}
             parts.append(lambda: decode_attention(
                 qkv[:n], out[:n], kv, tables, step.slots[:n], step.positions[:n], self._work, a.num_heads,
-                splits=self.splits(n), min_chunk=128 if cascade else self.min_chunk(n), pdl=pdl and alone, **rules, **given,
+                splits=self.splits(n), min_chunk=max(self.min_chunk(n), 512 if cascade else 0), pdl=pdl and alone, **rules, **given,
+                **self._decode_shape(n),
             ))  # fmt: skip
         if step.chunks is not None:
             parts.append(

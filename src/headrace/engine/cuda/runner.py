@@ -450,6 +450,9 @@ class Runner:
             arrays |= self._mixed_tables(base, room, chunks, tiles, picked, sample)
         else:
             arrays |= {"chunks": chunks, "tiles": tiles}
+            ends = [(i, (c.length - 1) // tile_rows * tile_rows) for i, c in enumerate(longer) if c.sample]
+            if ends:
+                arrays["last_tiles"] = np.array(ends, np.int32)
             if sampled:
                 arrays |= {"picked": np.array(picked, np.int32), "sample": np.array(sample, np.int32)}
         wanted = self._plan_sampling(step, row_slots, [c.sample for _, c in sampled], arrays)
@@ -462,7 +465,7 @@ class Runner:
             device_step = DeviceStep(
                 meta["ids"], meta["slots"], meta["positions"], n, meta["chunks"].view(-1, 4),
                 meta["tiles"].view(-1, 2), tile_rows, picked=meta["picked"] if sampled else None,
-                keep_all=keep_all,
+                keep_all=keep_all, last_tiles=meta["last_tiles"].view(-1, 2) if ends else None,
             )  # fmt: skip
             logits = self._decoder.run(device_step, self._bad_rows[: base + room], head=bool(sampled))
             if sampled:

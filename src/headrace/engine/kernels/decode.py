@@ -234,9 +234,9 @@ def _prefix(
     tl.store(lse + part * GROUP_P + g, top + tl.log2(total), there)
 
 
-@triton.jit(do_not_specialize=["splits", "prefix_splits", "all_splits", "min_chunk"])
+@triton.jit(do_not_specialize=["splits", "prefix_splits", "all_splits", "min_chunk", "prefix_chunk"])
 def _merge_all(
-    partial, lse, out, slots, positions, firsts, sinks, splits, prefix_splits, all_splits, min_chunk,
+    partial, lse, out, slots, positions, firsts, sinks, splits, prefix_splits, all_splits, min_chunk, prefix_chunk,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr,
     D: tl.constexpr, D_P: tl.constexpr, SINKS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -252,7 +252,7 @@ def _merge_all(
         return
     low = tl.load(firsts + row)
     _, used = split_range(low, tl.load(positions + row) + 1, splits, min_chunk, BLOCK_N)
-    _, prefix_used = split_range(0, low, prefix_splits, min_chunk, BLOCK_N)
+    _, prefix_used = split_range(0, low, prefix_splits, prefix_chunk, BLOCK_N)
     prefix_used = tl.where(low > 0, prefix_used, 0)
     total_at = (row * KV_HEADS + kv_head) * all_splits
     top = tl.full([GROUP_P], float("-inf"), tl.float32)
@@ -320,6 +320,7 @@ def decode_attention(
     firsts: torch.Tensor | None = None,
     tiles: torch.Tensor | None = None,
     prefix_splits: int = 8,
+    prefix_chunk: int = 128,
     block_n: int = 64,
     num_warps: int = 2,
     stages: int = 3,
@@ -344,7 +345,7 @@ def decode_attention(
     if prefix:
         _prefix[(len(tiles), kv_heads, prefix_splits)](
             qkv, kv, tables, slots, tiles, work.partial, work.lse, scale, softcap or 0.0, prefix_splits, splits,
-            all_splits, min_chunk, qkv.stride(0), tables.stride(0), kv.stride(0),
+            all_splits, prefix_chunk, qkv.stride(0), tables.stride(0), kv.stride(0),
             KV_HEADS=kv_heads, **shape, BT=block_tokens, SOFTCAP=softcap is not None, BLOCK_M=64,
             BLOCK_N=block_n, STAGES=2, num_warps=4,
         )  # fmt: skip
@@ -362,6 +363,6 @@ def decode_attention(
     if prefix:
         _merge_all[(rows, kv_heads)](
             work.partial, work.lse, out, slots, positions, firsts, some if sinks is None else sinks, splits,
-            prefix_splits, all_splits, min_chunk,
+            prefix_splits, all_splits, min_chunk, prefix_chunk,
             HEADS=heads, KV_HEADS=kv_heads, **shape, SINKS=sinks is not None, BLOCK_N=block_n, num_warps=4,
         )  # fmt: skip

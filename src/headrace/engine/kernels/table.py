@@ -37,10 +37,13 @@ class GemmTable:
         self._sms = sms
         self.sources: list[str] = []
         self._entries: dict[str, dict[str, int] | None] = {}
+        self._decode: dict[str, dict[str, int]] = {}
         for folder in (SHIPPED, user_folder()):
             path = folder / file_name(card)
             if path.exists():
-                self._entries |= json.loads(path.read_text())["gemm"]
+                read = json.loads(path.read_text())
+                self._entries |= read["gemm"]
+                self._decode |= read.get("decode", {})
                 self.sources.append(str(path.name if folder == SHIPPED else path))
 
     def config(self, rows: int, columns: int, inner: int, *, pair: bool) -> GemmConfig | None:
@@ -57,6 +60,10 @@ class GemmTable:
         if entry:
             return GemmConfig(**entry)
         return self.guess(columns, inner, pair=pair) if bucket == 16 else None
+
+    def decode(self, rows: int, head_dim: int) -> dict[str, int] | None:
+        """How attention of so few rows is cut and run (splits, min_chunk, block_n, num_warps, stages), if it was tuned."""
+        return self._decode.get(f"{head_dim}") if rows <= BUCKETS[0] else None
 
     def guess(self, columns: int, inner: int, *, pair: bool) -> GemmConfig:
         """Enough programs to keep two on every multiprocessor, each with some KiB of weights in flight."""
