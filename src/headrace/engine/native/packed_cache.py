@@ -13,6 +13,7 @@ import os
 import struct
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import headrace_native
@@ -99,8 +100,9 @@ def write(path: Path, key: bytes, memory: np.ndarray, pool: headrace_native.Pool
         if other != path:
             other.unlink(missing_ok=True)
     for left in path.parent.glob(".packing.*"):
-        if time.time() - left.stat().st_mtime > _ABANDONED_S:
-            left.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another start has just renamed it
+            if time.time() - left.stat().st_mtime > _ABANDONED_S:
+                left.unlink()
 
 
 def _stem(files: ModelFiles) -> str:
