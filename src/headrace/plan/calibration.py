@@ -11,12 +11,14 @@ import msgspec
 
 from headrace.base.files import write_atomic
 from headrace.plan.deployment import Deployment, Inputs
-from headrace.spec.engine_facts import version_key
 
 METRICS = ("ttft", "tpot", "throughput")
 EFFECTS = (*METRICS, "wave")
 
 FILE = "calibration.json"
+
+ANY = "any"
+"""Stands where a family would in groups that hold all families."""
 
 
 class Effects(msgspec.Struct, frozen=True):
@@ -83,12 +85,20 @@ class CalibrationSet(msgspec.Struct, frozen=True):
 
 
 def group_names(family: str, d: Deployment) -> tuple[str, ...]:
-    """The groups a run belongs to, from narrow to wide: a campaign with its engine version, a campaign, a family on an engine."""
-    version = ".".join(str(part) for part in version_key(d.inputs.engine_version)[:2])
+    """The groups a run belongs to: a campaign (family, engine, card, version) at one tensor-parallel size, the campaign,
+    the same on any version, the family on the engine, the engine's build, the card.
+
+    The last two have no family in them: what one family's runs say about another one's on the same build or card.
+    """
+    version = d.inputs.engine_version.strip().lower().removeprefix("v")
+    campaign = f"{family}|{d.engine}|{d.gpu.id}|{version}"
     return (
-        f"{family}|{d.engine}|{d.gpu.id}|{version}",
+        campaign,
+        f"{campaign}|tp{d.layout.tp}",
         f"{family}|{d.engine}|{d.gpu.id}",
         f"{family}|{d.engine}",
+        f"{ANY}|{d.engine}|{version}",
+        f"{ANY}|{d.gpu.id}",
     )
 
 

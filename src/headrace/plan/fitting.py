@@ -1,7 +1,7 @@
 """Fitting the roofline's efficiencies to measured points, and the intervals from what the fit gets wrong.
 
-A mixed-effects fit in logarithms: shared physical parameters (per engine and generation), plus small offsets of each
-campaign (model family, engine, card) and of each family on an engine, all drawn towards zero. Offsets absorb what is
+A mixed-effects fit in logarithms: shared physical parameters (per engine and generation), plus offsets of each group of
+runs (a campaign, a family on an engine, an engine build, a card: `group_names`), all drawn towards zero. Offsets absorb what is
 peculiar to one measuring campaign, so that it does not bend the physics; a family never measured gets none of them.
 """
 
@@ -43,18 +43,20 @@ from headrace.plan.deployment import resolve
 from headrace.plan.points import Point
 from headrace.plan.workload import Traffic, traffic
 
-SIGMA = {"ttft": 0.35, "tpot": 0.12, "throughput": 0.15}
+SIGMA = {"ttft": 0.35, "tpot": 0.06, "throughput": 0.15}
 """Spread of one measurement around the model, in logarithms; what weighs the metrics against each other."""
 
-PRIOR = {"base": 0.4, "engine": 0.15, "generation": 0.2, "path": 0.3, "wave": 0.5, "effect": 0.1, "effect_wave": 0.5}
-EFFECT_SCALE = {"ttft": 1.5, "tpot": 1.0, "throughput": 1.0}
+PRIOR = {"base": 0.4, "engine": 0.06, "generation": 0.2, "path": 0.8, "wave": 0.25, "effect": 0.1, "effect_wave": 0.01}
+EFFECT_SCALE = {"ttft": 3.0, "tpot": 1.0, "throughput": 1.0}
 
 SKEWED = ("ttft", "throughput")
 """Metrics whose errors are long-tailed: fitted by relative error, which outliers below the prediction cannot dominate."""
-FAR = 1.5
+FAR = 2.0
 """Predictions more than this too high, in logarithms, are outliers: they no longer pull."""
 LIMIT = 5.0
 """Parameters stay within this many prior standard deviations."""
+TOLERANCE = 1e-4
+"""The fit ends when a step lowers its cost by less than this fraction; errors no longer move in the third digit."""
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
@@ -226,9 +228,10 @@ def fit(t: Table, mask: Mask, iterations: int = 40) -> Calibration:
             by_name = (_logs(t, moved) - plain) / step
             if name == "wave":
                 by_wave = by_name
-            data[:, :base] += ((by_name * slope_of_fraction[i] * gain)[seen])[:, None] * np.broadcast_to(
-                design[i][t.key_of], (*at.shape, base)
-            )[seen]
+            data[:, :base] += (
+                ((by_name * slope_of_fraction[i] * gain)[seen])[:, None]
+                * np.broadcast_to(design[i][t.key_of], (*at.shape, base))[seen]
+            )
         data[:, :base] *= prior[:base]
         columns = np.broadcast_to(np.arange(at.shape[1]), at.shape)[seen]
         rows = np.arange(len(columns))
@@ -245,7 +248,9 @@ def fit(t: Table, mask: Mask, iterations: int = 40) -> Calibration:
         return np.concatenate([data, np.eye(len(z))])
 
     start = np.zeros(len(prior))
-    found = least_squares(residuals, start, jac=jacobian, loss="soft_l1", max_nfev=iterations, tr_solver="lsmr").x
+    found = least_squares(
+        residuals, start, jac=jacobian, loss="soft_l1", max_nfev=iterations, tr_solver="lsmr", ftol=TOLERANCE
+    ).x
     found = np.clip(found, -LIMIT, LIMIT) * prior
     effects = found[base:].reshape(len(EFFECTS), groups)
     return Calibration(

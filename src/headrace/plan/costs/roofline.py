@@ -44,7 +44,8 @@ class Efficiency:
 
     `gemm16/8/4`, `experts`, `attention`, `decode_attention`: fraction of peak FLOP/s; `memory`, `expert_memory`, `kv`:
     fraction of peak bandwidth; `link`: of the link. `collective_s` per collective, `layer_s` per layer, `moe_s` per MoE
-    layer, `eager_*` the same in steps that are not replayed from a graph, `step_s` per step, `row_s` per sequence and
+    layer, `indexer_s` per layer with a sparse-attention indexer,
+    `eager_*` the same in steps that are not replayed from a graph, `step_s` per step, `row_s` per sequence and
     step, `prompt_s` per request before its first step. `wave`, `spread`: of the other prompts in flight, how many a
     request waits for: wave x (others) ** spread.
     """
@@ -69,6 +70,7 @@ class Efficiency:
     prompt_s: Number
     wave: Number
     spread: Number
+    indexer_s: Number
 
 
 BASE = {
@@ -92,6 +94,7 @@ BASE = {
     "prompt_s": 0.02,
     "wave": 0.45,
     "spread": 0.75,
+    "indexer_s": 1e-4,
 }
 """Starting points and prior means, from public kernel benchmarks and profiles of the engines; the fit moves them."""
 
@@ -184,6 +187,7 @@ def operators(w: Work, p: Peaks, e: Efficiency) -> dict[str, Number]:
         "collectives": w.collectives * e.collective_s + w.link_bytes / (p.link * e.link),
         "launches": w.layers * e.layer_s
         + w.moe_layers * e.moe_s
+        + w.indexed_layers * e.indexer_s
         + w.eager_layers * e.eager_layer_s
         + w.eager_moe_layers * e.eager_moe_s,
         "host": e.step_s + w.rows * e.row_s,

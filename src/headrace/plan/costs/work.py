@@ -32,7 +32,8 @@ class Work:
     """One step of one rank. `*_flops` in FLOPs, `*_bytes` in bytes, `rows` sequences that take part.
 
     `gemm_flops`: dense matrices in the weights' compute precision; `gemm16_flops`: those kept in 16 bit, head included.
-    `layers`/`moe_layers` run from a captured graph (decode only), `eager_*` are launched one kernel at a time.
+    `layers`/`moe_layers`, in units of a plain layer's kernels, run from a captured graph (decode only),
+    `eager_*` are launched one kernel at a time.
     `collectives`: all-reduces or all-to-alls, moving `link_bytes` per rank in all.
     """
 
@@ -48,6 +49,7 @@ class Work:
     state_bytes: float = 0.0
     layers: float = 0.0
     moe_layers: float = 0.0
+    indexed_layers: float = 0.0
     eager_layers: float = 0.0
     eager_moe_layers: float = 0.0
     collectives: float = 0.0
@@ -73,7 +75,10 @@ class RankModel:
     caches: tuple[LayerCache, ...]
     mixers: tuple[tuple[Mixer, int], ...]
     layers: int
+    launches: float
+    moe_launches: float
     moe_layers: int
+    indexed_layers: int
     hidden: int
     tp: int
     dp: int
@@ -114,6 +119,7 @@ def _rank_model(
         kept |= {"attention", "mixer", "mlp", "shared_experts", "router"}
     kept |= {"router"} | set(spec.unquantized_parts)
     moes = [layer.mlp for layer in rank.layers if isinstance(layer.mlp, MoE)]
+    quantizes = weights.startswith(("fp8", "nvfp4", "int8"))
     mixers: dict[Mixer, int] = {}
     for layer in rank.layers:
         for mixer in (layer.mixer, layer.parallel_ssm):
@@ -133,12 +139,39 @@ def _rank_model(
         caches=tuple(accounting.layer_caches(rank, kv)),
         mixers=tuple(mixers.items()),
         layers=len(rank.layers),
+        launches=sum(_kernels(layer, quantizes) for layer in rank.layers) / KERNELS,
+        moe_launches=sum(_expert_kernels(moe) for moe in moes) / EXPERT_KERNELS,
         moe_layers=len(moes),
+        indexed_layers=sum(n for x, n in mixers.items() if isinstance(x, LatentAttention) and x.indexer is not None),
         hidden=spec.hidden_size,
         tp=layout.tp,
         dp=layout.dp,
         shards=layout.expert_shards,
     )
+
+
+KERNELS = 10.0
+"""Kernels of a layer with grouped-query attention and a dense MLP in 16 bit: the unit of `Work.layers`."""
+EXPERT_KERNELS = 9.0
+"""Kernels that a mixture of experts adds to a layer: the unit of `Work.moe_layers`."""
+
+
+def _kernels(layer: Layer, quantizes: bool) -> float:
+    """Kernels of one layer without its experts, a rough count: engines fuse differently. Formats with quantized activations
+    quantize before each matrix."""
+    count = KERNELS + (2.0 if isinstance(layer.mlp, MoE) else 4.0) * quantizes
+    for mixer in (layer.mixer, layer.parallel_ssm):
+        if isinstance(mixer, Attention):
+            count += (mixer.qk_norm != "none") + mixer.output_gate
+        elif isinstance(mixer, LatentAttention):
+            count += 5.0  # two-step projections with norms, absorbed products before and after
+        elif mixer is not None:
+            count += 4.0  # convolution, gates, normalised keys, gated norm
+    return count
+
+
+def _expert_kernels(moe: MoE) -> float:
+    return EXPERT_KERNELS + 3.0 * (moe.shared_intermediate > 0) + moe.shared_gate
 
 
 def step_work(m: RankModel, prefill: Iterable[ChunkShape] = (), decode: Iterable[tuple[int, int]] = ()) -> Work:
@@ -182,10 +215,11 @@ def step_work(m: RankModel, prefill: Iterable[ChunkShape] = (), decode: Iterable
         decode_attention_bytes=read,
         state_flops=state_flops,
         state_bytes=states,
-        layers=0.0 if chunks else float(m.layers),
-        moe_layers=0.0 if chunks else float(m.moe_layers),
-        eager_layers=float(m.layers) if chunks else 0.0,
-        eager_moe_layers=float(m.moe_layers) if chunks else 0.0,
+        layers=0.0 if chunks else m.launches,
+        moe_layers=0.0 if chunks else m.moe_launches,
+        indexed_layers=float(m.indexed_layers),
+        eager_layers=m.launches if chunks else 0.0,
+        eager_moe_layers=m.moe_launches if chunks else 0.0,
         collectives=reduces + spread,
         link_bytes=link,
         rows=float(decode_rows + len(chunks)),
