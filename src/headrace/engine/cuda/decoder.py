@@ -255,7 +255,10 @@ class Decoder:
             part()
 
     def _fused_parts(self, i: int, x: torch.Tensor, gained: Gained, step: DeviceStep) -> list[Callable[[], None]]:
-        """The launches of one layer whose norms ride on the products; `gained` is x times the layer's first norm, and the next one's after."""
+        """The launches of one layer whose norms ride on the products.
+
+        `gained` is x times the layer's first norm, and times the next layer's afterwards.
+        """
         rows = len(x)
         layers = self._weights.layers
         w = layers[i]

@@ -338,7 +338,7 @@ def decode_attention(
     group = heads // kv_heads
     group_p, dim_p = triton.next_power_of_2(group), max(16, triton.next_power_of_2(dim))
     fused, prefix = cos_sin is not None, tiles is not None
-    assert not (fused and prefix) and not (window is not None and prefix)
+    assert not (prefix and (fused or window is not None))
     all_splits = splits + prefix_splits if prefix else splits
     some = work.lse
     shape = {"GROUP": group, "GROUP_P": group_p, "D": dim, "D_P": dim_p}

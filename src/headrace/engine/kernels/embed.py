@@ -55,6 +55,7 @@ def embed(
         gained.count = 1
     _embed[(len(ids),)](
         ids, slots, last_ids, table, out, out if gain is None else gain, out if gained is None else gained.values,
-        out if gained is None else gained.squares, scale, width, GAIN=gained is not None, PDL=pdl, BLOCK=triton.next_power_of_2(width), num_warps=4,
+        out if gained is None else gained.squares, scale, width, GAIN=gained is not None, PDL=pdl,
+        BLOCK=triton.next_power_of_2(width), num_warps=4,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
