@@ -1,0 +1,35 @@
+"""The profile's table from kernel records."""
+
+from __future__ import annotations
+
+import kernel_device  # noqa: F401
+import pytest
+
+from headrace.engine.cuda.timeline import kind_of, summed
+
+
+def test_kernels_are_summed_by_kind_per_step():
+    events = [
+        ("_skinny", 0.0, 4.0),
+        ("nvjet_sm90_tst_64x64", 5.0, 8.0),
+        ("_decode", 8.0, 10.0),
+        ("Memcpy HtoD (Pinned -> Device)", 10.0, 11.0),
+        ("strange", 19.0, 20.0),
+    ]
+    kinds, span = summed(events, 2)
+    assert {k.kind: (k.us, k.launches) for k in kinds} == {
+        "gemm": (3.5, 1.0),
+        "attention": (1.0, 0.5),
+        "copies": (0.5, 0.5),
+        "other": (0.5, 0.5),
+    }
+    assert span == 10.0
+    assert summed([], 1) == ([], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("_merge_all", "attention"), ("_rope_cache", "rope and cache"), ("_add_norm", "norm"), ("_greedy", "sampling")],
+)
+def test_own_kernels_have_a_kind(name, kind):
+    assert kind_of(name) == kind
