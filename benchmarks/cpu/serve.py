@@ -59,6 +59,8 @@ def main() -> None:
     p.add_argument("--out", type=Path, required=True, help="folder for raw.jsonl, summary.json and logs")
     p.add_argument("--backends", default="torch", help="our backends, e.g. torch,native")
     p.add_argument("--works", default=",".join(WORKS))
+    p.add_argument("--first-repeat", type=int, default=0, help="number of the first repeat (it seeds the requests)")
+    p.add_argument("--summarize", action="store_true", help="only make summary.json anew from raw.jsonl")
     p.add_argument("--repeats", type=int, default=3)
     p.add_argument("--llama-server", type=Path)
     p.add_argument("--gguf", type=Path, nargs="*", default=[])
@@ -70,9 +72,19 @@ def main() -> None:
     p.add_argument("--patience", type=float, default=60.0, help="seconds to wait for quiet before each figure")
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
+    log = a.out / "raw.jsonl"
+    raw: list[dict[str, object]] = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    if not a.summarize:
+        measure(a, raw)
+    found = summary(raw, a.quiet_cores)
+    (a.out / "summary.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found["ratios"], indent=1))
+
+
+def measure(a: argparse.Namespace, raw: list[dict[str, object]]) -> None:
+    """Run what was asked and append its rows to `raw` and to raw.jsonl, so that a run can be continued."""
     ids = corpus()
     running: list[Engine] = []
-    raw: list[dict[str, object]] = []
     try:
         for engine in engines(a):
             engine.start(a.out)
@@ -83,7 +95,7 @@ def main() -> None:
             for work in ("single", "prefill"):
                 if engine.works is None or work in engine.works:
                     asyncio.run(drive(engine.port, engine.api, engine.model, WORKS[work](ids, -1)))
-        for repeat in range(a.repeats):
+        for repeat in range(a.first_repeat, a.first_repeat + a.repeats):
             for name in a.works.split(","):
                 turn = [e for e in running if e.works is None or name in e.works]
                 for engine in turn if repeat % 2 == 0 else reversed(turn):
@@ -102,16 +114,21 @@ def main() -> None:
     finally:
         for engine in running:
             engine.stop()
-    (a.out / "summary.json").write_text(json.dumps(summary(raw), indent=1) + "\n")
-    print(json.dumps(summary(raw)["ratios"], indent=1))
 
 
-def summary(raw: list[dict[str, object]]) -> dict[str, object]:
-    """Medians per engine and work, ratios of each of our backends to each peer, and the machine."""
+def summary(raw: list[dict[str, object]], quiet_cores: float) -> dict[str, object]:
+    """Medians per engine and work, ratios of each of our backends to each peer, and the machine.
+
+    A figure taken while other processes used more than `quiet_cores` is left out here (it stays in raw.jsonl): engines
+    suffer differently from a busy neighbour, so such a row compares the neighbour.
+    """
     kept: dict[str, dict[str, dict[int, float]]] = {}
+    disturbed = 0
     for row in raw:
         figure = MEASURE[str(row["work"])][0]
-        if figure in row:
+        if float(row["foreign_cores"]) > quiet_cores:  # type: ignore[arg-type]
+            disturbed += 1
+        elif figure in row:
             kept.setdefault(str(row["work"]), {}).setdefault(str(row["engine"]), {})[int(row["repeat"])] = float(
                 row[figure]
             )  # type: ignore[call-overload]
@@ -125,7 +142,15 @@ def summary(raw: list[dict[str, object]]) -> dict[str, object]:
                 if both:
                     pair = ratio([of[ours][r] for r in both], [of[peer][r] for r in both], more)
                     ratios.setdefault(work, {}).setdefault(ours, {})[peer] = {k: round(v, 3) for k, v in pair.items()}
-    return {"machine": machine(), "measure": {w: MEASURE[w][0] for w in kept}, "medians": medians, "ratios": ratios}
+    repeats = {w: {e: len(v) for e, v in of.items()} for w, of in kept.items()}
+    left_out = {"quiet_cores": quiet_cores, "left_out": disturbed, "repeats": repeats}
+    return {
+        "machine": machine(),
+        "quiet": left_out,
+        "measure": {w: MEASURE[w][0] for w in kept},
+        "medians": medians,
+        "ratios": ratios,
+    }
 
 
 if __name__ == "__main__":

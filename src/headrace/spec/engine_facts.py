@@ -31,13 +31,13 @@ class MemoryPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `logit_bytes_multimodal` the same for models with a vision part. `batched_tokens`/`sequences` are the default step budget
     and sequence limit on [cards below 70 GiB or A100, larger cards]; 0 batched tokens means one whole context per step.
     `outside_gib`: CUDA context, modules and workspaces on one GPU; `comm_gib`: added by communication when there are
-    several. `graphs_gib`: captured graphs, `graphs_gib_full_batch` more
-    for batches of up to 256 sequences (less in proportion for fewer); `graphs_inside` whether they come out of the fraction. `state_copies`: fixed-size
-    states that a hybrid model keeps per request; `page_rounding`: attention pages of a hybrid grow to the size of its
-    state, so that one pool serves both;
-    `tokens_by_concurrency`: the printed token count is concurrency x longest context, not pages x page size. `fragmentation`: factor on activations (the profile saw the allocator's cache).
-    `kv_default` "checkpoint": an FP8 or FP4 checkpoint brings an FP8 cache;
-    `fp8_latent_on`: generations where an MLA latent is cached in FP8 unless told otherwise. `residual_copies`: copies of the residual stream held beyond those of `accounting.activation_bytes`.
+    several. `graphs_gib`: captured graphs, `graphs_gib_full_batch` more for batches of up to 256 sequences (less in
+    proportion for fewer); `graphs_inside` whether they come out of the fraction. `state_copies`: fixed-size states that a
+    hybrid model keeps per request; `page_rounding`: attention pages of a hybrid grow to the size of its state, so that one
+    pool serves both; `tokens_by_concurrency`: the printed token count is concurrency x longest context, not pages x page
+    size. `fragmentation`: factor on activations (the profile saw the allocator's cache). `kv_default` "checkpoint": an FP8
+    or FP4 checkpoint brings an FP8 cache; `fp8_latent_on`: generations where an MLA latent is cached in FP8 unless told
+    otherwise. `residual_copies`: copies of the residual stream held beyond those of `accounting.activation_bytes`.
     `mxfp4_hidden_multiple`: the hidden size that MXFP4 expert matrices are padded to a multiple of.
     """
 
