@@ -1,5 +1,7 @@
 """Attention kernels alone on the 7B shape beside their floors, over several configurations: `kernels.py [decode] [prefill]`."""
 
+# ruff: noqa: B023 - every closure here is called within the iteration that made it
+
 from __future__ import annotations
 
 import json
@@ -75,7 +77,7 @@ def decode() -> None:
                 (128, 2, 3),
                 (128, 4, 4),
                 (32, 2, 6),
-            )  # fmt: skip
+            )
             for sp in fitting
             for mc in ((64, 128) if rows == 1 else (128, 256))
         ]
@@ -89,7 +91,7 @@ def decode() -> None:
             TBs=round(nbytes / timed[0][0] / 1e6, 2), next=[(round(t, 2), c) for t, c in timed[1:8]], worst=round(timed[-1][0], 1),
             default=[round(t, 2) for t, c in timed if c[:3] == (64, 2, 3)],
         )  # fmt: skip
-        del pools
+        pools.clear()  # the next shape needs the memory
 
 
 def prefill() -> None:

@@ -5,6 +5,7 @@ Parts: mixed single ttft uniform prefix (default: all), stall, host. Token ids i
 
 from __future__ import annotations
 
+import itertools
 import json
 import queue
 import statistics
@@ -12,12 +13,13 @@ import sys
 import time
 import uuid
 
+from requests_gpu import Ask, mixed, prefix, single
+
 from headrace.base.process import process_start_s
 from headrace.control.request import Request, Sampling
 from headrace.engine.inprocess import InProcessEngine
 from headrace.engine.launch import launch
 from headrace.spec.config import EngineConfig
-from requests_gpu import Ask, mixed, prefix, single
 
 
 def report(**fields) -> None:
@@ -129,11 +131,9 @@ class Bench:
             [(p, n) for p, n in [(single(512, 910000 + k), 400) for k in range(64)]] + [long], stamps=True
         )[1]
         end = loud[-1][-1]
-        calm = sorted(b - a for t in quiet for a, b in zip(t[50:], t[51:], strict=False))
+        calm = sorted(b - a for t in quiet for a, b in itertools.pairwise(t))
         begin = max(t[0] for t in loud[:-1])
-        during = sorted(
-            b - a for t in loud[:-1] for a, b in zip(t, t[1:], strict=False) if begin <= a and b <= end + 0.1
-        )
+        during = sorted(b - a for t in loud[:-1] for a, b in itertools.pairwise(t) if begin <= a and b <= end + 0.1)
         p99 = lambda v: 1e3 * v[int(0.99 * (len(v) - 1))] if v else float("nan")  # noqa: E731
         report(
             step="stall",

@@ -97,7 +97,9 @@ def test_decode(dtype, heads, kv_heads, dim, bt, options):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("norm", "rope_dim", "window"), [(False, 16, None), (True, 8, None), (True, 0, 6), (False, 16, 1)])
+@pytest.mark.parametrize(
+    ("norm", "rope_dim", "window"), [(False, 16, None), (True, 8, None), (True, 0, 6), (False, 16, 1)]
+)
 def test_decode_fused_equals_rope_cache_and_decode(dtype, norm, rope_dim, window):
     heads, kv_heads, dim, bt = 4, 2, 16, 8
     contexts = [1, 20, 33]

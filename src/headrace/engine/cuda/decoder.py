@@ -381,7 +381,7 @@ class Decoder:
                     a.num_heads,
                     **rules,
                     **prefill_shape(step.tile_rows, a),
-                )  # fmt: skip
+                )
             )
         return parts
 
@@ -418,7 +418,7 @@ class Decoder:
                     gain=weights.layers[0].attn_norm,
                     gained=gained,
                     pdl=self._pdl,
-                )  # fmt: skip
+                )
             )
             if self._head_config(rows) is not None:
                 jobs.append(lambda: self._skinny_head(gained, self.logits[:rows], pdl=self._pdl))
