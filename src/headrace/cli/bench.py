@@ -383,6 +383,7 @@ def golden(
 ) -> None:
     """Serve answers whose token counts and send times are known exactly; GET /golden/truth tells what was really sent."""
     import contextlib
+    import signal
 
     from headrace.bench.golden import GoldenScript, serve_golden
 
@@ -396,8 +397,15 @@ def golden(
     def ready(bound: int) -> None:
         print(f"golden server on http://127.0.0.1:{bound}", file=sys.stderr, flush=True)
 
-    with contextlib.suppress(KeyboardInterrupt):
-        _run(serve_golden(script, port, ready=ready))
+    async def until_told() -> None:
+        serving = asyncio.ensure_future(serve_golden(script, port, ready=ready))
+        # Set explicitly: a shell starts background jobs with SIGINT ignored, and Python leaves it so.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+
+    _run(until_told())
 
 
 def workloads() -> None:
