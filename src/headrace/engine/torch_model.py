@@ -22,10 +22,7 @@ from headrace.engine.runner import Runner
 from headrace.engine.step_thread import ThreadExecutor
 from headrace.engine.steps import Steps
 from headrace.engine.weights.checkpoint import Checkpoint
-from headrace.engine.weights.dummy import DummySource
-from headrace.engine.weights.gguf import GGUFSource
-from headrace.engine.weights.safetensors import SafetensorsSource, checkpoint_paths
-from headrace.engine.weights.source import TensorSource
+from headrace.engine.weights.open import open_weights
 from headrace.spec.accounting import activation_bytes, weight_bytes
 from headrace.spec.cache import CacheLayout
 from headrace.spec.config import EngineConfig
@@ -59,7 +56,7 @@ def load(files: ModelFiles, config: EngineConfig) -> TorchModel:
     architecture = MODELS.get(spec.model_type)
     names = architecture.gguf if files.kind == "gguf" and config.load_format != "dummy" else architecture.hf
     with torch.inference_mode():
-        checkpoint = Checkpoint(_source(files, config))
+        checkpoint = Checkpoint(open_weights(files, config))
         decoder = build_decoder(spec, names, checkpoint, tensorizer(dtype, device), device, dtype, threads)
     attention = _attention(config.attention, decoder, device, dtype)
     notes += [f"torch {torch.__version__} on {threads} threads, weights {weights}, KV {kv}, attention {attention.name}"]
@@ -152,19 +149,6 @@ def _chosen(field: str, value: str, known: tuple[str, ...]) -> str:
             f"the torch backend cannot use {field} {value!r}", field=field, remedy="choose one of: " + ", ".join(known)
         )
     return value
-
-
-def _source(files: ModelFiles, config: EngineConfig) -> TensorSource:
-    if config.load_format == "dummy":
-        return DummySource(config.seed)
-    if files.kind == "gguf":
-        return GGUFSource(files.gguf())
-    paths = checkpoint_paths(files.root)
-    if not paths:
-        raise InvalidInput(
-            f"{files.root} holds no safetensors weights", field="model", remedy="load_format dummy draws random ones"
-        )
-    return SafetensorsSource(paths)
 
 
 def _attention(name: str, decoder: Decoder, device: torch.device, dtype: torch.dtype) -> AttentionBackend:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Literal, assert_never
+from typing import Literal, assert_never, get_args
 
 from headrace.spec.model import (
     Attention,
@@ -38,19 +38,7 @@ Part = Literal[
     "extra",
     "mtp",
 ]
-PARTS: tuple[Part, ...] = (
-    "embedding",
-    "lm_head",
-    "attention",
-    "mixer",
-    "mlp",
-    "experts",
-    "shared_experts",
-    "router",
-    "norms",
-    "extra",
-    "mtp",
-)
+PARTS: tuple[Part, ...] = get_args(Part)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,7 @@ from headrace.engine.grammars import Grammars
 from headrace.engine.kernels.table import GemmTable
 from headrace.engine.models import MODELS
 from headrace.engine.weights.checkpoint import Checkpoint
-from headrace.engine.weights.dummy import DummySource
-from headrace.engine.weights.gguf import GGUFSource
-from headrace.engine.weights.safetensors import SafetensorsSource, checkpoint_paths
+from headrace.engine.weights.open import open_weights
 from headrace.spec.accounting import activation_bytes, weight_bytes
 from headrace.spec.cache import CacheLayout
 from headrace.spec.config import EngineConfig
@@ -63,7 +61,7 @@ def load(files: ModelFiles, config: EngineConfig) -> CudaModel:
     architecture = MODELS.get(spec.model_type)
     dummy = config.load_format == "dummy"
     names = architecture.gguf if files.kind == "gguf" and not dummy else architecture.hf
-    checkpoint = Checkpoint(_source(files, config))
+    checkpoint = Checkpoint(open_weights(files, config))
     loaded, uploader = load_weights(spec, names, checkpoint, _DTYPES[weights], device, config.seed if dummy else None)
     log.info("weights allocated and on their way after %.2f s", time.perf_counter() - begin)
     return CudaModel(files, spec, loaded, uploader, weights, kv, device, free, options)
@@ -203,16 +201,3 @@ def _chosen(field: str, value: str, automatic: str) -> str:
             f"the cuda backend cannot use {field} {value!r}", field=field, remedy="choose one of: " + ", ".join(_DTYPES)
         )
     return value
-
-
-def _source(files: ModelFiles, config: EngineConfig):
-    if config.load_format == "dummy":
-        return DummySource(config.seed)
-    if files.kind == "gguf":
-        return GGUFSource(files.gguf())
-    paths = checkpoint_paths(files.root)
-    if not paths:
-        raise InvalidInput(
-            f"{files.root} holds no safetensors weights", field="model", remedy="load_format dummy draws random ones"
-        )
-    return SafetensorsSource(paths)

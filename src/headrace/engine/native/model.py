@@ -22,10 +22,7 @@ from headrace.engine.native.rotations import Rotations
 from headrace.engine.step_thread import ThreadExecutor
 from headrace.engine.steps import Steps
 from headrace.engine.weights.checkpoint import Checkpoint
-from headrace.engine.weights.dummy import DummySource
-from headrace.engine.weights.gguf import GGUFSource
-from headrace.engine.weights.safetensors import SafetensorsSource, checkpoint_paths
-from headrace.engine.weights.source import TensorSource
+from headrace.engine.weights.open import open_weights
 from headrace.spec.accounting import activation_bytes, native_weight_bytes
 from headrace.spec.cache import CacheLayout
 from headrace.spec.config import EngineConfig
@@ -93,7 +90,7 @@ def load(files: ModelFiles, config: EngineConfig) -> NativeModel:
     architecture = MODELS.get(spec.model_type)
     dummy = config.load_format == "dummy"
     names = architecture.gguf if files.kind == "gguf" and not dummy else architecture.hf
-    plan = Plan(spec, names, Checkpoint(_source(files, config)), _dummy_weights(options.weights, spec, dummy))
+    plan = Plan(spec, names, Checkpoint(open_weights(files, config)), _dummy_weights(options.weights, spec, dummy))
     cached = None if dummy or not config.cache else cached_weights(files, plan.arena, pool)
     plan.arena.adopt(plan.arena.fill(pool) if cached is None else cached)
     return NativeModel(files, plan, options, pool, available, dummy)
@@ -160,19 +157,6 @@ class NativeModel:
             Tokenizer.from_gguf(files.gguf().metadata) if files.kind == "gguf" else Tokenizer.from_folder(files.root)
         )
         return GrammarTokens.of(tokenizer, self.spec.eos_token_ids or tokenizer.eos_token_ids)
-
-
-def _source(files: ModelFiles, config: EngineConfig) -> TensorSource:
-    if config.load_format == "dummy":
-        return DummySource(config.seed)
-    if files.kind == "gguf":
-        return GGUFSource(files.gguf())
-    paths = checkpoint_paths(files.root)
-    if not paths:
-        raise InvalidInput(
-            f"{files.root} holds no safetensors weights", field="model", remedy="load_format dummy draws random ones"
-        )
-    return SafetensorsSource(paths)
 
 
 def _dummy_weights(weights: str, spec, dummy: bool) -> str:

@@ -1,0 +1,25 @@
+"""From located files to the tensors in them, whatever their format."""
+
+from __future__ import annotations
+
+from headrace.base.errors import InvalidInput
+from headrace.engine.weights.dummy import DummySource
+from headrace.engine.weights.gguf import GGUFSource
+from headrace.engine.weights.safetensors import SafetensorsSource, checkpoint_paths
+from headrace.engine.weights.source import TensorSource
+from headrace.spec.config import EngineConfig
+from headrace.spec.locate import ModelFiles
+
+
+def open_weights(files: ModelFiles, config: EngineConfig) -> TensorSource:
+    """The weights that `config` asks for; InvalidInput for a folder without any."""
+    if config.load_format == "dummy":
+        return DummySource(config.seed)
+    if files.kind == "gguf":
+        return GGUFSource(files.gguf())
+    paths = checkpoint_paths(files.root)
+    if not paths:
+        raise InvalidInput(
+            f"{files.root} holds no safetensors weights", field="model", remedy="load_format dummy draws random ones"
+        )
+    return SafetensorsSource(paths)
