@@ -83,3 +83,9 @@ def transformers_static(python: Path, folder: Path) -> Engine:
     """transformers' own `generate` behind a one-file server: requests in flight are batched statically."""
     script = Path(__file__).with_name("transformers_server.py")
     return Engine("transformers-fp32", [str(python), str(script), str(folder), "{port}"])
+
+
+def openvino(python: Path, gguf: Path) -> Engine:
+    """OpenVINO GenAI's continuous batching pipeline behind a one-file server; int8 from a Q8_0 file."""
+    script = Path(__file__).with_name("openvino_server.py")
+    return Engine(f"openvino-{gguf.stem.rsplit('-', 1)[-1]}", [str(python), str(script), str(gguf), "{port}"])

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from client import Mismatch, drive
-from engines import Engine, headrace, llama, transformers_static, vllm
+from engines import Engine, headrace, llama, openvino, transformers_static, vllm
 from noise import Noise, machine, wait_idle
 from scipy.stats import t as student
 from works import WORKS, corpus
@@ -43,6 +43,8 @@ def engines(a: argparse.Namespace) -> list[Engine]:
         found.append(vllm(a.vllm, a.hf_folder))
     if a.transformers_python:
         found.append(transformers_static(a.transformers_python, a.hf_folder))
+    if a.openvino_python:
+        found.append(openvino(a.openvino_python, a.openvino_gguf))
     return found
 
 
@@ -68,6 +70,8 @@ def main() -> None:
     p.add_argument("--vllm", type=Path, help="the vllm executable of its own environment")
     p.add_argument("--hf-folder", type=Path, help="the same model as a Hugging Face folder, fp32")
     p.add_argument("--transformers-python", type=Path)
+    p.add_argument("--openvino-python", type=Path)
+    p.add_argument("--openvino-gguf", type=Path, help="the Q8_0 file, which OpenVINO keeps as int8")
     p.add_argument("--quiet-cores", type=float, default=0.15, help="foreign load above which a figure is marked")
     p.add_argument("--patience", type=float, default=60.0, help="seconds to wait for quiet before each figure")
     a = p.parse_args()
