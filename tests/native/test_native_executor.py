@@ -101,13 +101,6 @@ def test_predicted_bytes_are_the_real_ones(folder, weights, kv):
     made.close()
 
 
-@pytest.mark.parametrize("name", ["llama-tied-biased", "gemma3", "mixtral", "qwen3_moe", "phi3"])
-def test_predicted_bytes_of_other_shapes(tmp_path, name):
-    made = Engine.of(str(tiny_model(tmp_path, name)[1]), weights="int4", threads=1)
-    assert all(i.predicted_bytes == i.actual_bytes > 0 for i in made.model.memory())
-    made.close()
-
-
 @pytest.mark.parametrize(
     ("field", "value", "named"),
     [

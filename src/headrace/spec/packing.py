@@ -22,7 +22,7 @@ TILE = 16
 GROUP = 32
 SUPER = 8
 ALIGNMENT = 64
-"""Every packed tensor starts at a multiple of this: a line of codes must not straddle two cache lines."""
+"""Every packed matrix starts at a multiple of this: a line of codes must not straddle two cache lines."""
 
 Role = Literal["matrix", "table", "router"]
 """What a matrix is for: `table` is the embedding or the output head, `router` chooses experts and stays in floats."""
@@ -112,7 +112,7 @@ def aligned(count: int) -> int:
 
 
 def packed_weight_bytes(spec: ModelSpec, wanted: str, header: GGUFHeader | None = None) -> int:
-    """Bytes of all weights as the native backend allocates them: matrices packed, vectors in fp32, each aligned.
+    """Bytes of all weights as the native backend allocates them: matrices packed and aligned, vectors in fp32.
 
     Without a GGUF header every matrix is taken to be stored in the checkpoint's precision.
     """
@@ -122,7 +122,7 @@ def packed_weight_bytes(spec: ModelSpec, wanted: str, header: GGUFHeader | None 
     total = 0
     for w in weights(spec, mtp=False):
         if len(w.shape) == 1:
-            total += w.copies * aligned(4 * w.shape[0])
+            total += w.copies * 4 * w.shape[0]
         else:
             form = packing(stored, wanted, _role(w.role))
             total += w.copies * aligned(form.nbytes(*w.shape))
@@ -143,7 +143,7 @@ def _file_tensors(spec: ModelSpec, wanted: str, header: GGUFHeader) -> Iterator[
         if part == "extra" or (part == "lm_head" and spec.tied_embeddings):
             continue
         if len(tensor.shape) == 1:
-            yield aligned(4 * tensor.shape[0])
+            yield 4 * tensor.shape[0]
             continue
         *copies, outputs, inputs = tensor.shape
         form = packing(tensor.type.name, wanted, _role(part))

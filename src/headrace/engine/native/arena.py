@@ -31,30 +31,38 @@ class Place:
 @dataclass(frozen=True, slots=True)
 class _VectorPlace:
     offset: int
+    """From the first vector, in bytes."""
     count: int
 
 
 class Arena:
-    """Reserve every matrix and vector, then `fill`; `nbytes` is the size of the one allocation."""
+    """Reserve every matrix and vector, then `fill`; `nbytes` is the size of the one allocation.
+
+    Vectors lie behind the matrices with nothing between them, so that biases joined into one take what they took apart.
+    """
 
     def __init__(self) -> None:
-        self.nbytes = 0
+        self._matrix_bytes = self._vector_bytes = 0
         self._matrices: list[tuple[Place, Stored]] = []
         self._vectors: list[tuple[_VectorPlace, Floats]] = []
         self._memory = np.empty(0, np.uint8)
         self._layout = hashlib.sha256()
 
+    @property
+    def nbytes(self) -> int:
+        return self._matrix_bytes + self._vector_bytes
+
     def reserve(self, name: str, stored: Stored, form: Packing) -> Place:
-        place = Place(self.nbytes, form, stored.rows, stored.columns)
+        place = Place(self._matrix_bytes, form, stored.rows, stored.columns)
         self._layout.update(f"{name} {place} {stored.kind};".encode())
-        self.nbytes += aligned(place.nbytes)
+        self._matrix_bytes += aligned(place.nbytes)
         self._matrices.append((place, stored))
         return place
 
     def reserve_vector(self, name: str, values: Floats) -> _VectorPlace:
-        place = _VectorPlace(self.nbytes, len(values))
+        place = _VectorPlace(self._vector_bytes, len(values))
         self._layout.update(f"{name} {place};".encode())
-        self.nbytes += aligned(4 * place.count)
+        self._vector_bytes += 4 * place.count
         self._vectors.append((place, values))
         return place
 
@@ -73,7 +81,8 @@ class Arena:
             kind = GGML_TYPES_BY_NAME[source.kind].id
             headrace_native.pack(raw, kind, out, form.codes, form.scales, form.zero, place.outputs, place.inputs, pool)
         for vector, values in self._vectors:
-            memory[vector.offset : vector.offset + 4 * vector.count] = np.ascontiguousarray(values).view(np.uint8)
+            at = self._matrix_bytes + vector.offset
+            memory[at : at + 4 * vector.count] = np.ascontiguousarray(values).view(np.uint8)
         return memory
 
     def adopt(self, memory: np.ndarray) -> None:
@@ -90,7 +99,8 @@ class Arena:
         return headrace_native.Matrix(data, form.codes, form.scales, form.zero, place.outputs, place.inputs)
 
     def vector(self, place: _VectorPlace) -> Floats:
-        return self._memory[place.offset : place.offset + 4 * place.count].view(np.float32)
+        at = self._matrix_bytes + place.offset
+        return self._memory[at : at + 4 * place.count].view(np.float32)
 
 
 _FLOATS = ("f32", "f16", "bf16")
