@@ -14,34 +14,13 @@ import numpy as np
 import numpy.typing as npt
 from scipy import stats as scipy_stats
 
+from headrace.base.bootstrap import CONFIDENCE, Array, block_counts
+from headrace.base.bootstrap import Interval as Interval
 from headrace.base.errors import InvalidInput
 
-Array = npt.NDArray[np.float64]
-
 QUANTILES: dict[str, float] = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-CONFIDENCE = 0.95
 POWER = 0.8
 MIN_PAIRS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A value and its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-
-def block_counts(n: int, resamples: int, seed: int = 0) -> Array:
-    """Moving-block bootstrap: how often each of `n` ordered items is drawn; [resamples, n], each row sums to n."""
-    source = np.random.default_rng(seed)
-    block = max(1, min(n, round(n ** (1 / 3))))
-    blocks = -(-n // block)
-    starts = source.integers(0, n - block + 1, size=(resamples, blocks))
-    drawn = (starts[:, :, None] + np.arange(block)).reshape(resamples, -1)[:, :n]
-    rows = np.arange(resamples)[:, None] * n
-    return np.bincount((rows + drawn).ravel(), minlength=resamples * n).reshape(resamples, n).astype(np.float64)
 
 
 @dataclass(frozen=True, slots=True)
