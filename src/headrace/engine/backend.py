@@ -7,7 +7,7 @@ Backends are files of `headrace.engine.executors`, found by name; each exports `
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from headrace.control.api import MemoryItem
 from headrace.control.step import Executor
@@ -27,6 +27,17 @@ class Limits:
     max_batched_tokens: int
 
 
+class LogitsWatch(Protocol):
+    """Who wants to see all logits behind the prompt log-probabilities that a step computes."""
+
+    def __call__(self, slot: int, position: int, logits: Any) -> None:
+        """`logits`, fp32 [rows, vocab], belong to positions `position`, `position` + 1, … of the slot's prompt.
+
+        The backend's own array, valid during the call only, which is made while the step runs and on its thread.
+        """
+        ...
+
+
 class LoadedModel(Protocol):
     """Weights in memory, no KV pool yet. `device`: where they are, `cpu` or `cuda:0`."""
 
@@ -39,8 +50,8 @@ class LoadedModel(Protocol):
         """Bytes left for the KV pool under `memory_fraction`, after weights and the activation peak; may be negative."""
         ...
 
-    def executor(self, layout: CacheLayout, limits: Limits) -> Executor:
-        """Allocate the KV pool and the persistent buffers; called once."""
+    def executor(self, layout: CacheLayout, limits: Limits, watch: LogitsWatch | None = None) -> Executor:
+        """Allocate the KV pool and the persistent buffers; called once. `watch` sees the logits of prompts."""
         ...
 
     def memory(self) -> tuple[MemoryItem, ...]:

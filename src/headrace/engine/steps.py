@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.control.step import Chunk, RowResult, StepPlan, StepResult, TokenLogprobs
-from headrace.engine.backend import Limits
+from headrace.engine.backend import Limits, LogitsWatch
 from headrace.engine.batch import Batch, Slots, checked_init, sampling_rows
 from headrace.engine.compute import Compute
 from headrace.engine.grammars import Grammars
@@ -25,12 +25,20 @@ _LOGIT_ROWS = 64
 class Steps:
     """Owns the slots and the sampling state of one model; `step` must be called by one thread only."""
 
-    def __init__(self, compute: Compute, layout: CacheLayout, limits: Limits, grammars: Grammars) -> None:
+    def __init__(
+        self,
+        compute: Compute,
+        layout: CacheLayout,
+        limits: Limits,
+        grammars: Grammars,
+        watch: LogitsWatch | None = None,
+    ) -> None:
         self._compute = compute
         self._grammars = grammars
         self._slots = Slots(layout, limits.max_num_seqs, limits.max_model_len)
         self._sampling = SamplingState(limits.max_num_seqs)
         self._broken: dict[int, str] = {}
+        self._watch = watch
 
     def step(self, plan: StepPlan) -> StepResult:
         begin = time.perf_counter()
@@ -175,6 +183,8 @@ class Steps:
                     self._fail(slot, NOT_FINITE)
                     break
                 entries.extend(some)
+                if self._watch is not None:
+                    self._watch(slot, start + at, logits)
             found[i] = tuple(entries)
             first += count
         return found

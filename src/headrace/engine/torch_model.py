@@ -11,7 +11,7 @@ from headrace.base.errors import InvalidInput
 from headrace.control.api import MemoryItem
 from headrace.engine.attention import ATTENTION
 from headrace.engine.attention._contract import AttentionBackend
-from headrace.engine.backend import Limits
+from headrace.engine.backend import Limits, LogitsWatch
 from headrace.engine.grammars import Grammars
 from headrace.engine.layers.decoder import Decoder, build_decoder
 from headrace.engine.layers.linear import Linear, MappedEmbedding, tensorizer
@@ -103,7 +103,7 @@ class TorchModel:
         )
         return int(self._available * memory_fraction) - self._decoder.nbytes - activations
 
-    def executor(self, layout: CacheLayout, limits: Limits) -> ThreadExecutor:
+    def executor(self, layout: CacheLayout, limits: Limits, watch: LogitsWatch | None = None) -> ThreadExecutor:
         grammars = Grammars(self.spec.vocab_size, self._grammar_tokens)
         with torch.inference_mode():
             runner = Runner(
@@ -116,7 +116,7 @@ class TorchModel:
                 torch.device("cpu"),
             )
         self._memory.append(MemoryItem("kv_pool", layout.bytes_per_block * limits.num_blocks, runner.pool.nbytes))
-        steps = Steps(runner, layout, limits, grammars)
+        steps = Steps(runner, layout, limits, grammars, watch)
         return ThreadExecutor(steps.step, limits.max_num_seqs, name="headrace-torch", around=self._on_thread)
 
     @contextmanager

@@ -12,7 +12,7 @@ from headrace.base.errors import InvalidInput
 from headrace.base.units import MIB, format_bytes
 from headrace.control.api import MemoryItem
 from headrace.control.step import StepPlan
-from headrace.engine.backend import Limits
+from headrace.engine.backend import Limits, LogitsWatch
 from headrace.engine.cuda.decoder import Decoder
 from headrace.engine.cuda.runner import CudaStep, Runner
 from headrace.engine.cuda.upload import Uploader
@@ -106,7 +106,7 @@ class CudaModel:
         taken = others + self._weights.nbytes + activations + logits + RESERVE_BYTES
         return int(self._total * memory_fraction) - taken
 
-    def executor(self, layout: CacheLayout, limits: Limits) -> CudaExecutor:
+    def executor(self, layout: CacheLayout, limits: Limits, watch: LogitsWatch | None = None) -> CudaExecutor:
         spec, device = self.spec, self._device
         cuda = device.type == "cuda"
         card, sms, capability = "interpreter", 4, (8, 0)
@@ -122,7 +122,7 @@ class CudaModel:
         )  # fmt: skip
         group = max(layer.mixer.num_heads // layer.mixer.num_kv_heads for layer in spec.layers)
         grammars = Grammars(spec.vocab_size, self._grammar_tokens)
-        runner = Runner(decoder, layout, limits, grammars, spec.vocab_size, group)
+        runner = Runner(decoder, layout, limits, grammars, spec.vocab_size, group, watch)
         begin = time.perf_counter()
         if cuda:
             runner.warm_up(graphs=self._graphs)

@@ -18,7 +18,7 @@ import torch
 import triton
 
 from headrace.control.step import Chunk, RowResult, StepPlan, StepResult, TokenLogprobs
-from headrace.engine.backend import Limits
+from headrace.engine.backend import Limits, LogitsWatch
 from headrace.engine.batch import Slots, checked_init
 from headrace.engine.cuda.decoder import PACKED_ROWS, Decoder, DeviceStep
 from headrace.engine.cuda.graphs import MAX_GROUPS, DecodeGraphs, graph_sizes
@@ -94,10 +94,18 @@ class Runner:
     """Owns slots, sampling state and graphs of one decoder; belongs to one thread."""
 
     def __init__(
-        self, decoder: Decoder, layout: CacheLayout, limits: Limits, grammars: Grammars, vocab_size: int, group: int
+        self,
+        decoder: Decoder,
+        layout: CacheLayout,
+        limits: Limits,
+        grammars: Grammars,
+        vocab_size: int,
+        group: int,
+        watch: LogitsWatch | None = None,
     ) -> None:
         self._decoder = decoder
         self._grammars = grammars
+        self._watch = watch
         self._vocab = vocab_size
         self._block_tokens = layout.block_tokens
         self._slots = Slots(layout, limits.max_num_seqs, limits.max_model_len)
@@ -561,6 +569,8 @@ class Runner:
                 out = torch.empty(n, self._vocab, dtype=torch.float32, device=self._device)
                 logits = self._decoder.head(hidden, out=out)
                 row.prompt.append(logprobs(logits, targets.to(self._device), [wanted] * n))
+                if self._watch is not None:
+                    self._watch(chunk.slot, chunk.start + at, logits)
 
     # Results
 

@@ -11,7 +11,7 @@ import headrace_native
 
 from headrace.base.errors import InvalidInput
 from headrace.control.api import MemoryItem
-from headrace.engine.backend import Limits
+from headrace.engine.backend import Limits, LogitsWatch
 from headrace.engine.grammars import Grammars
 from headrace.engine.memory import available_bytes, physical_cores
 from headrace.engine.models import MODELS
@@ -126,14 +126,14 @@ class NativeModel:
         activations = activation_bytes(self.spec, max_batched_tokens, max_num_seqs, activation_precision="fp32")
         return int(self._available * memory_fraction) - self._plan.arena.nbytes - activations
 
-    def executor(self, layout: CacheLayout, limits: Limits) -> ThreadExecutor:
+    def executor(self, layout: CacheLayout, limits: Limits, watch: LogitsWatch | None = None) -> ThreadExecutor:
         options = self._options
         model = self._plan.build(self._pool, layout, options.kernels, options.exact_activations)
         rotations = [Rotations(rope, limits.max_model_len) for rope in self._plan.ropes]
         compute = NativeCompute(model, self._pool, layout, limits.num_blocks, rotations, self.spec.vocab_size)
         self._memory.append(MemoryItem("kv_pool", layout.bytes_per_block * limits.num_blocks, compute.kv.nbytes))
         grammars = Grammars(self.spec.vocab_size, self._grammar_tokens)
-        steps = Steps(compute, layout, limits, grammars)
+        steps = Steps(compute, layout, limits, grammars, watch)
         return ThreadExecutor(steps.step, limits.max_num_seqs, name="headrace-native")
 
     def memory(self) -> tuple[MemoryItem, ...]:
