@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -92,6 +93,50 @@ def test_the_known_name_is_found_in_the_installed_package() -> None:
     files = locate("SmolLM2-135M")
     assert (files.name, files.kind) == ("smollm2-135m", "gguf")
     assert files.weights[0].suffix == ".gguf"
+
+
+def in_parts(root: Path, monkeypatch: pytest.MonkeyPatch, digest: str | None = None, count: int = 3) -> bytes:
+    """A model in three part packages and the package that names its digest, importable from `root`."""
+    write(root / "whole.gguf", *ARCHITECTURES["llama"])
+    whole = (root / "whole.gguf").read_bytes()
+    (root / "whole.gguf").unlink()
+    third = len(whole) // 3
+    for i, at in enumerate((0, third, 2 * third)[:count]):
+        folder = root / f"tiny_model_gguf_part{i + 1}" / "data"
+        folder.mkdir(parents=True)
+        end = at + third if i < 2 else len(whole)
+        (folder / f"tiny.gguf.part0{i}").write_bytes(whole[at:end])
+        (folder.parent / "__init__.py").write_text("raise RuntimeError('must not be imported')\n")
+    main = root / "tiny_model_gguf" / "data"
+    main.mkdir(parents=True)
+    (main.parent / "__init__.py").touch()
+    (main / "SHA256SUMS").write_text(f"{digest or hashlib.sha256(whole).hexdigest()}  tiny.gguf\n")
+    monkeypatch.syspath_prepend(str(root))
+    monkeypatch.setenv("HEADRACE_CACHE", str(root / "cache"))
+    monkeypatch.setitem(KNOWN_MODELS, "tiny", ("tiny_model_gguf", "nobody/tiny"))
+    return whole
+
+
+def test_a_known_name_in_parts_is_joined_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = in_parts(tmp_path, monkeypatch)
+    path = locate("tiny").weights[0]
+    assert path == tmp_path / "cache" / "models" / "tiny.gguf"
+    assert path.read_bytes() == whole
+    assert [p.name for p in path.parent.iterdir()] == ["tiny.gguf"]
+    before = path.stat().st_mtime_ns
+    assert locate("tiny").weights[0].stat().st_mtime_ns == before
+    path.write_bytes(whole[:-1])
+    assert locate("tiny").weights[0].read_bytes() == whole
+
+
+@pytest.mark.parametrize("damage", [{"digest": "0" * 64}, {"count": 2}])
+def test_parts_that_do_not_make_up_the_file_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: dict
+) -> None:
+    in_parts(tmp_path, monkeypatch, **damage)
+    with pytest.raises(CorruptCheckpoint, match="reinstall tiny-model-gguf"):
+        locate("tiny")
+    assert list((tmp_path / "cache" / "models").iterdir()) == []
 
 
 @pytest.mark.parametrize(

