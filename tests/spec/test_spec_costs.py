@@ -122,7 +122,7 @@ def test_bytes_of_a_precision_are_those_of_arrays_that_hold_it(name: str) -> Non
         "tile": 2 * 3,
         "flat": -(-rows * cols // 64),
     }[p.scaling]
-    expected = payload + scales * p.scale_bytes + -(-scales * p.zero_bits // 8) + p.tensor_bytes
+    expected = payload + scales * p.scale_bytes + -(-scales * p.zero_bits // 8) + p.tensor_bytes + cols * p.column_bytes
     if p.scale_group:
         expected += -(-scales // p.scale_group) * 4
     assert p.nbytes((rows, cols)) == expected

@@ -18,6 +18,8 @@ from headrace.engine.layers.linear import Linear, MappedEmbedding, tensorizer
 from headrace.engine.memory import available_bytes, keep_large_buffers, physical_cores
 from headrace.engine.models import MODELS
 from headrace.engine.profile import StepProfile, profiled
+from headrace.engine.quant.formats import Format
+from headrace.engine.quant.loading import QuantLoader, loading_notes, policy_of, wanted_format
 from headrace.engine.runner import Runner
 from headrace.engine.step_thread import ThreadExecutor
 from headrace.engine.steps import Steps
@@ -33,12 +35,11 @@ from headrace.text.grammar import GrammarTokens
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _WEIGHTS = ("fp32", "bf16")
 _KV = ("fp32", "bf16", "fp16")
-_OPTIONS = ("profile",)
+_OPTIONS = ("profile", "activations")
 
 
 def load(files: ModelFiles, config: EngineConfig) -> TorchModel:
     """Read the weights and choose the attention backend. Raises CorruptCheckpoint, UnsupportedModel or InvalidInput."""
-    weights = _chosen("weights", config.weights, _WEIGHTS)
     kv = _chosen("kv", config.kv, _KV)
     for name, _ in config.options:
         if name not in _OPTIONS:
@@ -51,20 +52,30 @@ def load(files: ModelFiles, config: EngineConfig) -> TorchModel:
         notes.append("malloc is not glibc's: large buffers may be mapped anew in every step")
     threads = config.threads or physical_cores()
     torch.set_num_threads(threads)
-    device, dtype = torch.device("cpu"), _DTYPES[weights]
     spec = files.spec()
+    source = open_weights(files, config)
+    form = wanted_format(config.weights, source, spec, _WEIGHTS)
+    computed = _computed(config, form)
+    weights = computed if form is None else form.name
+    device, dtype = torch.device("cpu"), _DTYPES[computed]
     architecture = MODELS.get(spec.model_type)
     names = architecture.gguf if files.kind == "gguf" and config.load_format != "dummy" else architecture.hf
     with torch.inference_mode():
-        checkpoint = Checkpoint(open_weights(files, config))
-        decoder = build_decoder(spec, names, checkpoint, tensorizer(dtype, device), device, dtype, threads)
+        checkpoint = Checkpoint(source)
+        tensorize = tensorizer(dtype, device)
+        loader = None if form is None else QuantLoader(checkpoint, form, policy_of(source), tensorize)
+        decoder = build_decoder(spec, names, checkpoint, tensorize, device, dtype, threads, loader)
+        predicted = weight_bytes(spec, computed).total if loader is None else loader.bytes_predicted(spec, computed)
     attention = _attention(config.attention, decoder, device, dtype)
     notes += [f"torch {torch.__version__} on {threads} threads, weights {weights}, KV {kv}, attention {attention.name}"]
     notes += _weight_notes(decoder)
+    notes += [] if loader is None else loading_notes(loader, source, computed)
     profile = StepProfile() if dict(config.options).get("profile", "0") not in ("", "0", "false") else None
     if profile is not None:
         attention = profiled(decoder, attention, profile)
-    return TorchModel(files, spec, decoder, attention, weights, kv, threads, available, tuple(notes), profile)
+    return TorchModel(
+        files, spec, decoder, attention, weights, computed, kv, threads, available, predicted, tuple(notes), profile
+    )
 
 
 class TorchModel:
@@ -77,14 +88,17 @@ class TorchModel:
         decoder: Decoder,
         attention: AttentionBackend,
         weights_precision: str,
+        activation_precision: str,
         kv_precision: str,
         threads: int,
         available: int,
+        predicted_bytes: int,
         notes: tuple[str, ...],
         profile: StepProfile | None,
     ) -> None:
         self.spec = spec
         self.weights_precision = weights_precision
+        self.activation_precision = activation_precision
         self.kv_precision = kv_precision
         self.device = "cpu"
         self.profile = profile
@@ -94,12 +108,12 @@ class TorchModel:
         self._threads = threads
         self._available = available
         self._notes = notes
-        self._memory = [MemoryItem("weights", weight_bytes(spec, weights_precision).total, decoder.nbytes)]
+        self._memory = [MemoryItem("weights", predicted_bytes, decoder.nbytes)]
 
     def kv_budget_bytes(self, memory_fraction: float, max_num_seqs: int, max_batched_tokens: int) -> int:
         """`memory_fraction` of what was available before loading, less weights and the modelled activation peak."""
         activations = activation_bytes(
-            self.spec, max_batched_tokens, max_num_seqs, activation_precision=self.weights_precision
+            self.spec, max_batched_tokens, max_num_seqs, activation_precision=self.activation_precision
         )
         return int(self._available * memory_fraction) - self._decoder.nbytes - activations
 
@@ -112,7 +126,7 @@ class TorchModel:
                 layout,
                 limits,
                 _DTYPES[self.kv_precision],
-                _DTYPES[self.weights_precision],
+                _DTYPES[self.activation_precision],
                 torch.device("cpu"),
             )
         self._memory.append(MemoryItem("kv_pool", layout.bytes_per_block * limits.num_blocks, runner.pool.nbytes))
@@ -151,6 +165,17 @@ def _chosen(field: str, value: str, known: tuple[str, ...]) -> str:
     return value
 
 
+def _computed(config: EngineConfig, form: Format | None) -> str:
+    """The type of activations and of whatever is not quantized; plain weights are computed with as they are stored."""
+    asked = dict(config.options).get("activations", "")
+    if form is None:
+        plain = _chosen("weights", config.weights, _WEIGHTS)
+        if asked not in ("", plain):
+            raise InvalidInput(f"weights {plain} are computed with in {plain}", field="options.activations")
+        return plain
+    return _chosen("options.activations", asked or "auto", _WEIGHTS)
+
+
 def _attention(name: str, decoder: Decoder, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
     backend: AttentionBackend = ATTENTION.get("sdpa" if name == "auto" else name)
     for i, kind in enumerate(decoder.kinds):
@@ -161,7 +186,8 @@ def _attention(name: str, decoder: Decoder, device: torch.device, dtype: torch.d
 
 def _weight_notes(decoder: Decoder) -> list[str]:
     notes = []
-    if not any(isinstance(part, Linear) and part.packed for part in decoder.linears()):
+    plain = [part for part in decoder.linears() if isinstance(part, Linear)]
+    if plain and not any(part.packed for part in plain):
         notes.append("linear layers are not packed: oneDNN is unavailable or would pad these sizes")
     if isinstance(decoder.embedding, MappedEmbedding):
         notes.append("tied head packed once; embedding rows are read from the mapped checkpoint")

@@ -6,7 +6,7 @@ Weights precision, KV precision and activation precision are three settings; not
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -25,7 +25,8 @@ class Precision:
     scale: the `tensor`, a `row` (output channel), a `group` of `group_size` inputs of one row, a `group_size` x `group_size`
     `tile`, a run of `group_size` elements of the `flat`tened tensor, or a ggml `block` whose scale is inside `bits`.
     `scale_bytes` per scale, `zero_bits` per zero point (packed), `scale_group`: scales are themselves quantized in groups of
-    this many with one fp32 each (double quantization), `tensor_bytes`: constant per tensor.
+    this many with one fp32 each (double quantization), `tensor_bytes`: constant per tensor, `column_bytes`: per input (the
+    order of inputs whose groups are not consecutive, as GPTQ's act order leaves them).
     """
 
     name: str
@@ -37,6 +38,7 @@ class Precision:
     zero_bits: int = 0
     scale_group: int = 0
     tensor_bytes: int = 0
+    column_bytes: int = 0
 
     @property
     def quantized(self) -> bool:
@@ -66,6 +68,7 @@ class Precision:
         scales = self._scales(rows, cols)
         zeros = ceil_div(scales * self.zero_bits, 8)
         total = payload + int(scales * self.scale_bytes) + zeros + (self.tensor_bytes if rows * cols else 0)
+        total += cols * self.column_bytes if rows else 0
         if self.scale_group:
             total += ceil_div(scales, self.scale_group) * 4
         return total
@@ -92,6 +95,7 @@ def _int_groups() -> list[Precision]:
         for size in (32, 64, 128):
             rows.append(Precision(f"int{bits}_g{size}", bits, "int", "group", size, scale_bytes=2))
             rows.append(Precision(f"int{bits}_g{size}_asym", bits, "int", "group", size, scale_bytes=2, zero_bits=bits))
+    rows += [replace(p, name=f"{p.name}_act", column_bytes=4) for p in rows]
     return rows
 
 

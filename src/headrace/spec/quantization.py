@@ -69,9 +69,9 @@ def _method(q: Config) -> tuple[str, list[str]]:
         case "mxfp4":
             return "mxfp4", ignored
         case "gptq":
-            return _integer(
-                q.integer("bits"), q.integer("group_size", minimum=-1), q.flag("sym", default=True)
-            ), ignored
+            size = q.integer("group_size", minimum=-1)
+            stored = _integer(q.integer("bits"), size, q.flag("sym", default=True))
+            return stored + ("_act" if size > 0 and q.flag("desc_act", default=False) else ""), ignored
         case "awq":
             bits = q.integer("bits", "w_bit", default=4)
             size = q.integer("group_size", "q_group_size", default=128, minimum=-1)
@@ -136,7 +136,18 @@ def _compressed_group(group: Config) -> str:
         if bits == 8 and strategy in names:
             return names[strategy]
         raise UnsupportedModel(f"{bits}-bit floats by {strategy} are not supported", field="quantization_config")
-    return _integer(bits, size if strategy == "group" else -1, weights.flag("symmetric", default=True))
+    stored = _integer(bits, size if strategy == "group" else -1, weights.flag("symmetric", default=True))
+    return stored + ("_act" if strategy == "group" and weights.get("actorder") == "group" else "")
+
+
+def module_part(module: str) -> str | None:
+    """The part that a module of a Hugging Face checkpoint belongs to, by its name."""
+    return next((name for pattern, name in _MODULE_PARTS if re.search(pattern, module)), None)
+
+
+def ignored_modules(quantization: Mapping[str, Any]) -> list[str]:
+    """Patterns of the modules that a `quantization_config` leaves unquantized."""
+    return _method(Config(quantization))[1]
 
 
 def unquantized_parts(modules: list[str], spec: ModelSpec) -> tuple[str, ...]:
@@ -150,7 +161,7 @@ def unquantized_parts(modules: list[str], spec: ModelSpec) -> tuple[str, ...]:
         if _NOT_TEXT.search(module):
             continue
         plain = module.removeprefix("re:").replace("\\.", ".")
-        part = next((name for pattern, name in _MODULE_PARTS if re.search(pattern, plain)), None)
+        part = module_part(plain)
         layer = re.search(r"layers\.(\d+)(?:\.|$)", plain)
         if part is None and layer is not None:
             for name in ("attention", "mixer", "mlp", "experts", "shared_experts"):

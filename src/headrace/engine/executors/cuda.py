@@ -36,6 +36,8 @@ class CudaBackend:
                 return "no NVIDIA driver on this machine"
             if (reason := _device(config)) is not None:
                 return reason
+        if files.kind == "hf" and files.config().get("quantization_config") and config.load_format != "dummy":
+            return f"the checkpoint is quantized ({files.spec().checkpoint_precision}), which only backend torch reads"
         return unsupported(files.spec()) or _not_computed(files.spec())
 
     def load(self, files: ModelFiles, config: EngineConfig) -> CudaModel:

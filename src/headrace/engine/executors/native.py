@@ -29,7 +29,7 @@ class NativeBackend:
             return f"it computes on the CPU, not on {config.device}"
         if find_spec("headrace_native") is None:
             return MISSING
-        reason = unsupported(files.spec())
+        reason = unsupported(files.spec()) or _not_packed(files, config)
         if reason is None:
             from headrace.engine.native.layers import unsupported as not_computed
 
@@ -46,6 +46,19 @@ class NativeBackend:
         from headrace.engine.native.model import load
 
         return load(files, config)
+
+
+def _not_packed(files: ModelFiles, config: EngineConfig) -> str | None:
+    """Why weights of this precision have no packed form here; the torch backend knows them all."""
+    from headrace.spec.packing import WEIGHTS
+
+    quantization = files.config().get("quantization_config") if files.kind == "hf" else None
+    if quantization and config.load_format != "dummy":
+        return f"the checkpoint is quantized ({files.spec().checkpoint_precision}), which it cannot repack without loss"
+    # A backend that was asked for by name says itself what it takes.
+    if config.backend == "auto" and config.weights not in WEIGHTS:
+        return f"it has no packed form of weights {config.weights}"
+    return None
 
 
 BACKEND = NativeBackend()

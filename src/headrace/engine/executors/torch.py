@@ -24,12 +24,21 @@ class TorchBackend:
             return "torch is not installed (pip install 'headrace[engine]')"
         if config.device not in ("auto", "cpu"):
             return f"device {config.device} is not served by it yet, only cpu"
-        return unsupported(files.spec())
+        return unsupported(files.spec()) or _not_read(files, config)
 
     def load(self, files: ModelFiles, config: EngineConfig) -> TorchModel:
         from headrace.engine.torch_model import load
 
         return load(files, config)
+
+
+def _not_read(files: ModelFiles, config: EngineConfig) -> str | None:
+    quantization = files.config().get("quantization_config") if files.kind == "hf" else None
+    if not quantization or config.load_format == "dummy":
+        return None
+    from headrace.engine.weights.quantized import no_reader
+
+    return no_reader(quantization)
 
 
 BACKEND = TorchBackend()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ from headrace.engine.weights.checkpoint import Checkpoint
 from headrace.engine.weights.names import Names
 from headrace.engine.weights.source import Floats
 from headrace.spec.model import Attention, DenseMLP, Layer, ModelSpec, MoE, Rope
+
+if TYPE_CHECKING:
+    from headrace.engine.quant.loading import QuantLoader
 
 
 class AttentionBlock:
@@ -171,12 +174,16 @@ def build_decoder(
     device: torch.device,
     dtype: torch.dtype,
     threads: int,
+    quantized: QuantLoader | None = None,
 ) -> Decoder:
-    """Load every weight of `spec` and check that the checkpoint holds nothing else."""
+    """Load every weight of `spec` and check that the checkpoint holds nothing else.
+
+    `quantized` makes the linear layers where they are not plain.
+    """
     if (reason := unsupported(spec)) is not None:
         raise UnsupportedModel(f"the torch executor cannot run this model: {reason}", field="model_type")
     ropes = tuple(dict.fromkeys(layer.mixer.rope for layer in spec.layers if layer.mixer.rope is not None))
-    loader = _Loader(spec, names, checkpoint, tensorize)
+    loader = _Loader(spec, names, checkpoint, tensorize, quantized)
 
     def one_block(i: int) -> Block:
         with torch.inference_mode():
@@ -195,12 +202,20 @@ def build_decoder(
 
 
 class _Loader:
-    def __init__(self, spec: ModelSpec, names: Names, checkpoint: Checkpoint, tensorize: Tensorize) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        names: Names,
+        checkpoint: Checkpoint,
+        tensorize: Tensorize,
+        quantized: QuantLoader | None,
+    ) -> None:
         self._spec = spec
         self._names = names
         self._take = checkpoint.take
         self._checkpoint = checkpoint
         self._tensor = tensorize
+        self._quantized = quantized
 
     def block(self, i: int, layer: Layer, ropes: tuple[Rope, ...]) -> Block:
         n = self._names
@@ -230,8 +245,7 @@ class _Loader:
         shape = (spec.vocab_size, spec.hidden_size)
         table = self._tensor(self._take(f"{names.embedding}.weight", shape))
         if not spec.tied_embeddings:
-            head = Linear(self._tensor(self._take(f"{names.head}.weight", shape)))
-            return TableEmbedding(table), head
+            return TableEmbedding(table), self._linear(names.head, *shape)
         self._checkpoint.leave(f"{names.head}.weight")  # some files repeat a tied head
         rows = self._checkpoint.rows(f"{names.embedding}.weight", shape) if device.type == "cpu" else None
         if rows is not None:
@@ -271,21 +285,26 @@ class _Loader:
             a.softcap,
         )
         rope = None if a.rope is None else ropes.index(a.rope)
+        if self._quantized is None:
+            qkv = Linear(self._tensor(fused("weight", (hidden,))), bias)
+        else:
+            modules = [_at(name, i) for name in pieces] if n.qkv is None else _at(n.qkv, i)
+            qkv = self._quantized.side_by_side(modules, widths, hidden, (*qk_rows, None), bias)
         return AttentionBlock(
             i,
             kind,
             rope,
             0 if a.rope is None else a.rope.dim,
-            Linear(self._tensor(fused("weight", (hidden,))), bias),
+            qkv,
             self._linear(_at(n.o, i), hidden, widths[0], bias=a.out_bias),
             norms,
         )
 
     def _linear(self, name: str, out: int, into: int, *, bias: bool = False) -> Linear:
-        return Linear(
-            self._tensor(self._take(f"{name}.weight", (out, into))),
-            self._tensor(self._take(f"{name}.bias", (out,))) if bias else None,
-        )
+        added = self._tensor(self._take(f"{name}.bias", (out,))) if bias else None
+        if self._quantized is not None:
+            return self._quantized.linear(name, out, into, added)
+        return Linear(self._tensor(self._take(f"{name}.weight", (out, into))), added)
 
     def _dense(self, i: int, mlp: DenseMLP) -> GatedMLP | PlainMLP:
         n, hidden = self._names, self._spec.hidden_size
@@ -296,31 +315,42 @@ class _Loader:
             gate = self._linear(_at(n.gate, i), mlp.intermediate, hidden, bias=mlp.bias)
             up = self._linear(_at(n.up, i), mlp.intermediate, hidden, bias=mlp.bias)
             return GatedMLP(gate, up, down, mlp.activation)
-        both = self._take(f"{_at(n.gate_up, i)}.weight", (2 * mlp.intermediate, hidden))
         biases = [None, None]
         if mlp.bias:
             whole = self._take(f"{_at(n.gate_up, i)}.bias", (2 * mlp.intermediate,))
             biases = [self._tensor(part) for part in np.split(whole, 2)]
+        if self._quantized is not None:
+            widths = (mlp.intermediate, mlp.intermediate)
+            return GatedMLP(*self._quantized.cut(_at(n.gate_up, i), widths, hidden, biases), down, mlp.activation)
+        both = self._take(f"{_at(n.gate_up, i)}.weight", (2 * mlp.intermediate, hidden))
         gate, up = (Linear(self._tensor(w), b) for w, b in zip(np.split(both, 2), biases, strict=True))
         return GatedMLP(gate, up, down, mlp.activation)
 
     def _sparse(self, i: int, moe: MoE) -> SparseMLP:
         hidden, width = self._spec.hidden_size, moe.intermediate
         router = self._linear(_at(self._names.router, i), moe.num_experts, hidden)
-        experts = [
-            GatedMLP(*(Linear(self._tensor(part)) for part in (gate, up, down)), moe.activation)
-            for gate, up, down in self._experts(i, moe.num_experts, width, hidden)
-        ]
+        experts = [GatedMLP(*parts, moe.activation) for parts in self._experts(i, moe.num_experts, width, hidden)]
         return SparseMLP(router, experts, moe)
 
-    def _experts(self, i: int, count: int, width: int, hidden: int) -> Iterator[tuple[Floats, Floats, Floats]]:
+    def _experts(self, i: int, count: int, width: int, hidden: int) -> Iterator[list[Linear]]:
+        """Gate, up and down of each expert."""
         n = self._names
         patterns = ((n.expert_gate, (width, hidden)), (n.expert_up, (width, hidden)), (n.expert_down, (hidden, width)))
         if n.expert_gate is not None and "{e}" in n.expert_gate:
             for e in range(count):
-                yield tuple(self._take(f"{_at(p, i, e)}.weight", shape) for p, shape in patterns)
-        else:
-            yield from zip(*(self._take(f"{_at(p, i)}.weight", (count, *shape)) for p, shape in patterns), strict=True)
+                yield [self._linear(_at(p, i, e), *shape) for p, shape in patterns]
+            return
+        names = [_at(p, i) for p, _ in patterns]
+        stacks = [
+            self._take(f"{name}.weight", (count, *shape)) for name, (_, shape) in zip(names, patterns, strict=True)
+        ]
+        for e in range(count):
+            yield [self._of_stack(stack[e], name, e) for stack, name in zip(stacks, names, strict=True)]
+
+    def _of_stack(self, values: Floats, name: str, e: int) -> Linear:
+        if self._quantized is not None:
+            return self._quantized.linear_of(values, name, e)
+        return Linear(self._tensor(values))
 
 
 def _head_rows(heads: int, order: np.ndarray) -> np.ndarray:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 from headrace.base.errors import CorruptCheckpoint
+from headrace.engine.quant.arrays import QuantArrays
 from headrace.engine.weights.dummy import DummySource
+from headrace.engine.weights.quantized import QuantizedSource
 from headrace.engine.weights.source import Floats, Rows, Stored, TensorSource
 
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$|^rope_freqs\.weight$|^rope_factors_(long|short)\.weight$")
@@ -32,6 +34,13 @@ class Checkpoint:
         if isinstance(self._source, DummySource):
             return Stored.of_floats(self._source.read_as(name, shape))
         return self._source.stored(name)
+
+    def packed(self, name: str, shape: tuple[int, ...]) -> QuantArrays | None:
+        """Matrix `name` as a quantized checkpoint holds it, or None where it is plain; CorruptCheckpoint as for `take`."""
+        if not isinstance(self._source, QuantizedSource) or not self._source.is_packed(name):
+            return None
+        self._check(name, shape)
+        return self._source.packed(name)
 
     def rows(self, name: str, shape: tuple[int, int]) -> Rows | None:
         """Row access to matrix `name` in its file, or None for weights without a file."""

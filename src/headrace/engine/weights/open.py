@@ -5,6 +5,7 @@ from __future__ import annotations
 from headrace.base.errors import InvalidInput
 from headrace.engine.weights.dummy import DummySource
 from headrace.engine.weights.gguf import GGUFSource
+from headrace.engine.weights.quantized import QuantizedSource
 from headrace.engine.weights.safetensors import SafetensorsSource, checkpoint_paths
 from headrace.engine.weights.source import TensorSource
 from headrace.spec.config import EngineConfig
@@ -22,4 +23,8 @@ def open_weights(files: ModelFiles, config: EngineConfig) -> TensorSource:
         raise InvalidInput(
             f"{files.root} holds no safetensors weights", field="model", remedy="load_format dummy draws random ones"
         )
-    return SafetensorsSource(paths)
+    source = SafetensorsSource(paths)
+    quantization = files.config().get("quantization_config")
+    if not quantization:
+        return source
+    return QuantizedSource(source, quantization, files.spec())

@@ -16,6 +16,16 @@ from headrace.engine.weights.source import Floats, Stored
 
 _MAX_HEADER_BYTES = 100_000_000
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+_CODE_DTYPES = {
+    "I8": "i1",
+    "U8": "u1",
+    "I16": "<i2",
+    "I32": "<i4",
+    "I64": "<i8",
+    "F8_E4M3": "u1",
+    "F8_E8M0": "u1",
+}
+"""Types that only quantized checkpoints use; floats of 8 bits are given as their bytes."""
 _GGML_NAMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 _INDEX = "model.safetensors.index.json"
 
@@ -61,19 +71,28 @@ class SafetensorsSource:
         columns = mapped.shape[-1] if mapped.ndim else 1
         return Stored(kind, mapped.reshape(-1, columns).view(np.uint8), columns)
 
+    def dtype(self, name: str) -> str:
+        """The type as safetensors spells it: F32, I8, F8_E4M3, …"""
+        return self._entry(name).dtype
+
+    def codes(self, name: str) -> npt.NDArray[np.generic]:
+        """The tensor as stored, a view of the mapped file: whole numbers as they are, 16-bit brain floats and 8-bit floats as
+        unsigned numbers of their bits."""
+        return self._mapped(name, _DTYPES | _CODE_DTYPES)
+
     def _entry(self, name: str) -> _Entry:
         if name not in self._entries:
             raise CorruptCheckpoint(f"tensor {name!r} is missing", field=name)
         return self._entries[name]
 
-    def _mapped(self, name: str) -> npt.NDArray[np.generic]:
+    def _mapped(self, name: str, known: dict[str, str] = _DTYPES) -> npt.NDArray[np.generic]:
         entry = self._entry(name)
-        if entry.dtype not in _DTYPES:
+        if entry.dtype not in known:
             raise UnsupportedModel(f"tensor {name!r} has type {entry.dtype}", field=name)
         if entry.path not in self._maps:
             self._maps[entry.path] = np.memmap(entry.path, np.uint8, "r")
         raw = np.asarray(self._maps[entry.path][entry.offset : entry.offset + entry.nbytes])
-        return raw.view(_DTYPES[entry.dtype]).reshape(entry.shape)
+        return raw.view(known[entry.dtype]).reshape(entry.shape)
 
 
 class SafetensorsRows:
@@ -138,6 +157,7 @@ def _entry(path: Path, name: str, fields: object, start: int, size: int) -> _Ent
         raise CorruptCheckpoint(
             f"tensor {name!r} ends at byte {start + end}, {path.name} at {size}: truncated?", field=name
         )
-    if dtype in _DTYPES and end - begin != prod(shape) * np.dtype(_DTYPES[dtype]).itemsize:
+    stored = (_DTYPES | _CODE_DTYPES).get(dtype)
+    if stored is not None and end - begin != prod(shape) * np.dtype(stored).itemsize:
         raise CorruptCheckpoint(f"tensor {name!r}: {end - begin} bytes do not hold {dtype} {list(shape)}", field=name)
     return _Entry(path, dtype, shape, start + begin, end - begin)

@@ -1,0 +1,1 @@
+"""Quantized weights: formats, readers of quantized checkpoints, methods that make them."""
