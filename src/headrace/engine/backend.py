@@ -63,6 +63,14 @@ class LoadedModel(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """What the options `weights` and `kv` of a backend may be beside `auto`, one name for each."""
+
+    weights: tuple[str, ...]
+    kv: tuple[str, ...]
+
+
 class Backend(Protocol):
     """One way to compute. Importing its module must be cheap enough to ask `unavailable`."""
 
@@ -70,6 +78,10 @@ class Backend(Protocol):
 
     def unavailable(self, files: ModelFiles, config: EngineConfig) -> str | None:
         """None if it can serve this model on this machine, else the reason in one line."""
+        ...
+
+    def formats(self) -> Formats:
+        """What it offers; ImportError where what it computes with is not installed."""
         ...
 
     def load(self, files: ModelFiles, config: EngineConfig) -> LoadedModel: ...

@@ -11,7 +11,7 @@ from headrace.base.errors import InvalidInput
 from headrace.control.api import MemoryItem
 from headrace.engine.attention import ATTENTION
 from headrace.engine.attention._contract import AttentionBackend
-from headrace.engine.backend import Limits, LogitsWatch
+from headrace.engine.backend import Formats, Limits, LogitsWatch
 from headrace.engine.grammars import Grammars
 from headrace.engine.layers.decoder import Decoder, build_decoder
 from headrace.engine.layers.linear import Linear, MappedEmbedding, tensorizer
@@ -19,6 +19,7 @@ from headrace.engine.memory import available_bytes, keep_large_buffers, physical
 from headrace.engine.models import MODELS
 from headrace.engine.profile import StepProfile, profiled
 from headrace.engine.quant.formats import Format
+from headrace.engine.quant.formats import names as format_names
 from headrace.engine.quant.loading import QuantLoader, loading_notes, policy_of, wanted_format
 from headrace.engine.runner import Runner
 from headrace.engine.step_thread import ThreadExecutor
@@ -36,6 +37,11 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _WEIGHTS = ("fp32", "bf16")
 _KV = ("fp32", "bf16", "fp16")
 _OPTIONS = ("profile", "activations")
+
+
+def offered() -> Formats:
+    """Weights and KV that this backend computes with."""
+    return Formats((*_WEIGHTS, *format_names()), _KV)
 
 
 def load(files: ModelFiles, config: EngineConfig) -> TorchModel:

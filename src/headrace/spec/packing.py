@@ -69,7 +69,7 @@ PACKINGS: dict[str, Packing] = {
 }
 
 _PLAIN = {"f32": "fp32", "f16": "fp16", "bf16": "bf16"}
-_CHOICES = {
+CHOICES = {
     "fp32": "fp32",
     "fp16": "fp16",
     "bf16": "bf16",
@@ -79,7 +79,7 @@ _CHOICES = {
     "q4": "q4_1",
 }
 
-WEIGHTS = ("auto", *_CHOICES)
+WEIGHTS = ("auto", *CHOICES)
 """What `weights` may be: as stored, or every matrix converted when it is loaded. `int8` is a scale per group of 32 inputs,
 `int4` a scale and a minimum; embedding and head are then kept in 8 bits, routers in floats."""
 
@@ -99,7 +99,7 @@ def packing(stored: str, wanted: str, role: Role) -> Packing:
         return PACKINGS[natural if natural in _PLAIN.values() else "fp32"]
     if wanted == "auto":
         return PACKINGS[natural]
-    chosen = PACKINGS[_CHOICES[wanted]]
+    chosen = PACKINGS[CHOICES[wanted]]
     if chosen.bits == 4 and role == "table":
         chosen = PACKINGS["q8_0"]
     # What has as many bits already is kept as it is: quantizing it once more would only lose.

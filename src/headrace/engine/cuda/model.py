@@ -12,7 +12,7 @@ from headrace.base.errors import InvalidInput
 from headrace.base.units import MIB, format_bytes
 from headrace.control.api import MemoryItem
 from headrace.control.step import StepPlan
-from headrace.engine.backend import Limits, LogitsWatch
+from headrace.engine.backend import Formats, Limits, LogitsWatch
 from headrace.engine.cuda.decoder import Decoder
 from headrace.engine.cuda.runner import CudaStep, Runner
 from headrace.engine.cuda.upload import Uploader
@@ -35,6 +35,11 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _OPTIONS = ("graphs", "pdl")
 RESERVE_BYTES = 768 * MIB
 """Kept free beside the pool for captured graphs, cuBLAS, compiled kernels and the rows of log-probabilities."""
+
+
+def offered() -> Formats:
+    """Weights and KV that this backend computes with."""
+    return Formats(tuple(_DTYPES), tuple(_DTYPES))
 
 
 def load(files: ModelFiles, config: EngineConfig) -> CudaModel:

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace.engine.backend import Formats
 from headrace.engine.models._support import unsupported
 from headrace.spec.config import EngineConfig
 from headrace.spec.locate import ModelFiles
@@ -39,6 +40,11 @@ class CudaBackend:
         if files.kind == "hf" and files.config().get("quantization_config") and config.load_format != "dummy":
             return f"the checkpoint is quantized ({files.spec().checkpoint_precision}), which only backend torch reads"
         return unsupported(files.spec()) or _not_computed(files.spec())
+
+    def formats(self) -> Formats:
+        from headrace.engine.cuda.model import offered
+
+        return offered()
 
     def load(self, files: ModelFiles, config: EngineConfig) -> CudaModel:
         from headrace.engine.cuda.model import load

@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from headrace.engine.backend import Formats
 from headrace.engine.models._support import unsupported
 from headrace.spec.config import EngineConfig
 from headrace.spec.locate import ModelFiles
@@ -41,6 +42,11 @@ class NativeBackend:
         if reason is None and config.backend == "auto" and config.block_tokens is not None and config.block_tokens % 16:
             reason = f"blocks of {config.block_tokens} tokens are not a multiple of 16"
         return reason
+
+    def formats(self) -> Formats:
+        from headrace.engine.native.model import offered
+
+        return offered()
 
     def load(self, files: ModelFiles, config: EngineConfig) -> NativeModel:
         from headrace.engine.native.model import load

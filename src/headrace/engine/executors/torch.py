@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from headrace.engine.backend import Formats
 from headrace.engine.models._support import unsupported
 from headrace.spec.config import EngineConfig
 from headrace.spec.locate import ModelFiles
@@ -25,6 +26,11 @@ class TorchBackend:
         if config.device not in ("auto", "cpu"):
             return f"device {config.device} is not served by it yet, only cpu"
         return unsupported(files.spec()) or _not_read(files, config)
+
+    def formats(self) -> Formats:
+        from headrace.engine.torch_model import offered
+
+        return offered()
 
     def load(self, files: ModelFiles, config: EngineConfig) -> TorchModel:
         from headrace.engine.torch_model import load

@@ -11,7 +11,7 @@ import headrace_native
 
 from headrace.base.errors import InvalidInput
 from headrace.control.api import MemoryItem
-from headrace.engine.backend import Limits, LogitsWatch
+from headrace.engine.backend import Formats, Limits, LogitsWatch
 from headrace.engine.grammars import Grammars
 from headrace.engine.memory import available_bytes, physical_cores
 from headrace.engine.models import MODELS
@@ -27,7 +27,7 @@ from headrace.spec.accounting import activation_bytes, native_weight_bytes
 from headrace.spec.cache import CacheLayout
 from headrace.spec.config import EngineConfig
 from headrace.spec.locate import ModelFiles
-from headrace.spec.packing import WEIGHTS
+from headrace.spec.packing import CHOICES, WEIGHTS
 
 if TYPE_CHECKING:
     from headrace.text.grammar import GrammarTokens
@@ -79,6 +79,12 @@ def resolve(config: EngineConfig) -> Options:
             remedy="known: kernels, activations, pin",
         )
     return Options(config.weights, kv, threads, kernels, activations == "fp32", pin)
+
+
+def offered() -> Formats:
+    """Weights and KV that this backend computes with, aliases left out."""
+    distinct = {packed: name for name, packed in reversed(CHOICES.items())}
+    return Formats(tuple(reversed(distinct.values())), tuple(KV_TYPES))
 
 
 def load(files: ModelFiles, config: EngineConfig) -> NativeModel:
