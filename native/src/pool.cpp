@@ -22,7 +22,7 @@ inline void relax() {
 constexpr auto kSpin = std::chrono::microseconds(100);
 }  // namespace
 
-Pool::Pool(int threads, std::vector<int> pin) : threads_(threads < 1 ? 1 : threads) {
+Pool::Pool(int threads, std::vector<int> pin) : threads_(threads < 1 ? 1 : threads), shares_(threads_) {
   for (int i = 1; i < threads_; i++) {
     workers_.emplace_back([this, i] { worker(i); });
 #ifdef __linux__
@@ -46,18 +46,23 @@ Pool::~Pool() {
 }
 
 void Pool::work(int thread) {
-  for (;;) {
-    const int64_t item = next_.fetch_add(1, std::memory_order_relaxed);
-    if (item >= items_) return;
-    call_(ctx_, item, thread);
+  for (int i = 0; i < threads_; i++) {
+    Share& share = shares_[(thread + i) % threads_];
+    while (share.next.load(std::memory_order_relaxed) < share.end) {
+      const int64_t item = share.next.fetch_add(1, std::memory_order_relaxed);
+      if (item >= share.end) break;
+      call_(ctx_, item, thread);
+    }
   }
 }
 
 void Pool::start(Call call, void* ctx, int64_t items) {
   call_ = call;
   ctx_ = ctx;
-  items_ = items;
-  next_.store(0, std::memory_order_relaxed);
+  for (int i = 0; i < threads_; i++) {
+    shares_[i].next.store(items * i / threads_, std::memory_order_relaxed);
+    shares_[i].end = items * (i + 1) / threads_;
+  }
   open_.store(++loops_, std::memory_order_seq_cst);
   if (sleeping_.load(std::memory_order_seq_cst) > 0) {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -1,5 +1,6 @@
-// A small thread pool made for many short parallel loops: items are handed out one at a time from an atomic counter, so a
-// thread that a neighbour slows takes fewer of them; workers spin briefly between loops and then sleep.
+// A small thread pool made for many short parallel loops: every thread has a run of items of its own, since memory is read
+// fastest in long runs, and takes from the others' when it is through; so one that a neighbour slows does fewer. Items are
+// handed out one at a time from atomic counters; workers spin briefly between loops and then sleep.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -45,11 +46,14 @@ class Pool {
   // One loop at a time. `open_` is the loop's number while it may be joined, 0 otherwise; the fields below are written
   // before it is raised and stay until `active_` (workers inside the loop) is back to 0. A worker that never joined is
   // not waited for, so one that has lost its core delays nobody.
+  struct alignas(64) Share {
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+  };
   Call call_ = nullptr;
   void* ctx_ = nullptr;
-  int64_t items_ = 0;
   uint64_t loops_ = 0;
-  alignas(64) std::atomic<int64_t> next_{0};
+  std::vector<Share> shares_;  // one per thread
   alignas(64) std::atomic<uint64_t> open_{0};
   alignas(64) std::atomic<int> active_{0};
   alignas(64) std::atomic<int> sleeping_{0};
