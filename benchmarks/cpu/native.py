@@ -1,70 +1,103 @@
 """How long a native step takes, and how near that is to what the machine can do.
 
-    python benchmarks/cpu/native.py --out FILE.json [--quick] [--foreign]
+    python benchmarks/cpu/native.py --out FILE.json [--model NAME] [--foreign] [--drift] [--quick]
 
-In process, no server. For SmolLM2-135M: decode step time by batch and context, prefill speed, bytes per second of batch 1
-against a plain read of the same memory, int8 operations per second against a loop of nothing but dot products; with
-`--foreign`, the same steps beside a process that takes 10 % and 30 % of one core.
+In process, no server: decode step time by batch and context, prefill speed, bytes per second of batch 1 against a plain
+read of memory, operations per second against a loop of nothing but byte dot products (`peak.cpp`). `--foreign`: the same
+steps beside a process that takes 10 % and 30 % of one core. `--drift`: how far int8 activations and each KV type move the
+distributions on English text from those with fp32 ones. Beside FILE.json, FILE.svg shows step time over context and batch.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import platform
+import math
+import pydoc_data.topics
+import random
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import headrace_native
 import numpy as np
+import numpy.typing as npt
+import psutil
+from noise import Noise, machine
+from scipy.stats import t as student
 
+from headrace.engine.backend import Limits
 from headrace.engine.batch import Batch
 from headrace.engine.executors.native import BACKEND
-from headrace.engine.native.compute import NativeCompute
 from headrace.engine.native.memory import buffer
-from headrace.engine.native.rotations import Rotations
-from headrace.spec.accounting import Span, cache_layout, file_weights_read_bytes, flops, kv_bytes_per_token
+from headrace.spec.accounting import (
+    Span,
+    cache_layout,
+    file_weights_read_bytes,
+    flops,
+    kv_bytes,
+    weights_read_bytes,
+)
 from headrace.spec.config import EngineConfig
 from headrace.spec.locate import locate
+from headrace.text.tokenizer import Tokenizer
 
-MODEL = "smollm2-135m"
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+CONTEXTS = (128, 512, 2048, 8192)
+PREFILLS = (32, 128, 256, 512, 1024, 4096)
+QUICK_BATCHES, QUICK_CONTEXTS, QUICK_PREFILLS = (1, 8), (128, 512), (32, 128)
+POOL_SHARE = 0.6
+"""Of the memory available, at most this much for the KV pool; what does not fit is listed as left out."""
 
 
 class Bench:
-    """One model with a KV pool that `batch` sequences of `context` tokens fit into."""
+    """One model with a KV pool of `tokens` tokens, driven below the scheduler."""
 
-    def __init__(self, tokens: int, options: tuple[tuple[str, str], ...], threads: int | None, kv: str) -> None:
-        self.files = locate(MODEL)
-        config = EngineConfig(model=MODEL, backend="native", options=options, threads=threads, kv=kv)
+    def __init__(
+        self, model: str, tokens: int, threads: int | None, kv: str, options: tuple[tuple[str, str], ...]
+    ) -> None:
+        self.files = locate(model)
+        config = EngineConfig(model=model, backend="native", options=options, threads=threads, kv=kv)
+        if (reason := BACKEND.unavailable(self.files, config)) is not None:
+            raise SystemExit(f"{model}: {reason}")
         self.model = BACKEND.load(self.files, config)
         self.spec = self.model.spec
-        layout = cache_layout(self.spec, self.model.kv_precision, 16)
-        self.blocks = -(-tokens // 16) + 80
-        made = self.model._plan.build(
-            self.model._pool, layout, dict(options).get("kernels", "auto"), self.model._options.exact_activations
-        )
-        rotations = [Rotations(rope, self.spec.max_context) for rope in self.model._plan.ropes]
-        self.compute = NativeCompute(made, self.model._pool, layout, self.blocks, rotations, self.spec.vocab_size)
+        self.layout = cache_layout(self.spec, self.model.kv_precision, 16)
+        most = int(psutil.virtual_memory().available * POOL_SHARE) // self.layout.bytes_per_block
+        self.blocks = min(-(-tokens // 16) * self.layout.num_groups + 80, most)
+        limits = Limits(self.blocks, max(BATCHES), self.spec.max_context, max(PREFILLS))
+        self.executor = self.model.executor(self.layout, limits)
+        self.compute = self.executor._step.__self__._compute
         self.compute.kv[:] = 0  # touched once, so that no step pays for new pages
-        self.rng = np.random.default_rng(0)
+        self.random = np.random.default_rng(0)
 
-    def batch(self, starts: list[int], lengths: list[int]) -> Batch:
+    def close(self) -> None:
+        self.executor.close()
+
+    def fits(self, sequences: int, context: int) -> bool:
+        return sequences * -(-context // 16) * self.layout.num_groups <= self.blocks
+
+    def batch(self, starts: list[int], lengths: list[int], ids: list[int] | None = None) -> Batch:
         count, rows = len(starts), sum(lengths)
         starts_, lengths_ = np.array(starts, np.int64), np.array(lengths, np.int64)
         firsts = np.cumsum(lengths_) - lengths_
         width = max(-(-(s + n) // 16) for s, n in zip(starts, lengths, strict=True))
-        tables = self.rng.permutation(self.blocks)[: count * width].astype(np.int32).reshape(count, width)
+        groups = self.layout.num_groups
+        blocks = self.random.permutation(self.blocks)[: groups * count * width].astype(np.int32)
+        tables = list(blocks.reshape(groups, count, width))
         positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
-        ids = self.rng.integers(100, self.spec.vocab_size, rows)
+        tokens = self.random.integers(100, self.spec.vocab_size, rows) if ids is None else np.array(ids, np.int64)
         empty = np.empty(0, np.int64)
-        return Batch(ids, positions, [], np.arange(count), starts_, lengths_, firsts, [tables], 16, empty)
+        return Batch(tokens, positions, [], np.arange(count), starts_, lengths_, firsts, tables, 16, empty)
 
-    def seconds(self, starts: list[int], lengths: list[int], least_s: float = 0.6) -> list[float]:
-        """Times of whole steps: layers, head over one row per sequence, greedy choice left out."""
+    def seconds(self, starts: list[int], lengths: list[int], least_s: float) -> list[float]:
+        """Times of whole steps: layers and the head over one row per sequence; choosing a token is left out."""
         batch = self.batch(starts, lengths)
         rows = batch.first_rows + batch.lengths - 1
         found: list[float] = []
@@ -75,6 +108,28 @@ class Bench:
             self.compute.logits(0, len(rows))
             found.append(time.perf_counter() - at)
         return found[1:]
+
+    def decode(self, sequences: int, context: int, least_s: float) -> list[float]:
+        """Steps of `sequences` rows that attend to `context` tokens each, their own included."""
+        return self.seconds([context - 1] * sequences, [1] * sequences, least_s)
+
+    def log_probabilities(self, ids: list[int], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """[rows, vocab] after the chosen positions of one text, computed in chunks of 256 tokens."""
+        whole = self.batch([0], [len(ids)], ids)
+        found = []
+        for start in range(0, len(ids), 256):
+            part = ids[start : start + 256]
+            chunk = self.batch([start], [len(part)], part)
+            chunk.tables[:] = [table[:, : -(-(start + len(part)) // 16)] for table in whole.tables]
+            chosen = rows[(rows >= start) & (rows < start + len(part))] - start
+            self.compute.hidden(chunk, chosen)
+            found.append(log_softmax(self.compute.logits(0, len(chosen))))
+        return np.concatenate(found)
+
+
+def log_softmax(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    top = x.max(-1, keepdims=True)
+    return x - top - np.log(np.exp(x - top).sum(-1, keepdims=True, dtype=np.float64)).astype(np.float32)
 
 
 def read_bandwidth(threads: int) -> float:
@@ -90,102 +145,200 @@ def read_bandwidth(threads: int) -> float:
     return best
 
 
-def busy(share: float) -> None:
-    """Take `share` of one core in slices of 20 ms, until killed."""
-    while True:
-        end = time.perf_counter() + 0.02 * share
-        while time.perf_counter() < end:
-            pass
-        time.sleep(0.02 * (1 - share))
+def int8_peak(threads: int) -> dict[str, object]:
+    """Operations per second of nothing but byte dot products in registers; left out without a compiler."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        return {"left_out": "no C++ compiler"}
+    with tempfile.TemporaryDirectory() as folder:
+        program = f"{folder}/peak"
+        source = Path(__file__).with_name("peak.cpp")
+        subprocess.run([compiler, "-O2", "-march=native", "-pthread", str(source), "-o", program], check=True)
+        out = subprocess.run([program, str(threads)], check=True, capture_output=True, text=True).stdout
+    found: dict[str, object] = json.loads(out)
+    return found
+
+
+NEIGHBOUR = """
+import sys, time
+share, begin = float(sys.argv[1]), time.perf_counter()
+while True:
+    while time.process_time() < share * (time.perf_counter() - begin):
+        pass
+    time.sleep(0.02 * (1 - share))
+"""
+
+
+@contextmanager
+def neighbour(share: float) -> Iterator[psutil.Process]:
+    """A process that takes `share` of one core, in slices of about 20 ms; one that got less catches up."""
+    process = subprocess.Popen([sys.executable, "-c", NEIGHBOUR, str(share)])
+    try:
+        time.sleep(0.3)
+        yield psutil.Process(process.pid)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def summary(times: list[float]) -> dict[str, float]:
     return {"median_ms": 1e3 * statistics.median(times), "best_ms": 1e3 * min(times), "steps": len(times)}
 
 
-def measure(bench: Bench, quick: bool) -> dict[str, object]:
-    spec, header = bench.spec, bench.files.gguf()
-    weights = file_weights_read_bytes(spec, header)
-    per_token = kv_bytes_per_token(spec, bench.model.kv_precision)
-    found: dict[str, object] = {"weights_read_bytes": weights}
-    decode = []
-    grid = [(b, 128) for b in (1, 2, 4, 8, 16, 32, 64)]
-    grid += [(b, c) for c in (512, 2048, 7900) for b in ((1, 8) if quick else (1, 2, 4, 8, 16, 32, 64))]
-    for count, context in grid:
-        if count * context > 16 * bench.blocks:
-            continue
-        row = {"batch": count, "context": context} | summary(bench.seconds([context] * count, [1] * count))
-        work = flops(spec, [Span(context, 1)] * count)
-        row["gops"] = (work.gemm + work.head) / row["median_ms"] / 1e6
-        if count == 1:
-            row["gb_per_s"] = (weights + context * per_token) / row["median_ms"] / 1e6
-        decode.append(row)
-        print(row, file=sys.stderr)
+def measure(bench: Bench, quick: bool, least_s: float) -> dict[str, object]:
+    spec = bench.spec
+    kv = bench.model.kv_precision
+    header = bench.files.gguf() if bench.files.kind == "gguf" else None
+    weights = file_weights_read_bytes(spec, header) if header else weights_read_bytes(spec, spec.checkpoint_precision)
+    decode, left_out = [], []
+    for context in QUICK_CONTEXTS if quick else CONTEXTS:
+        for count in QUICK_BATCHES if quick else BATCHES:
+            if context > spec.max_context or not bench.fits(count, context):
+                left_out.append({"batch": count, "context": context})
+                continue
+            row = {"batch": count, "context": context} | summary(bench.decode(count, context, least_s))
+            work = flops(spec, [Span(context - 1, 1)] * count)
+            row["tokens_per_s"] = count / row["median_ms"] * 1e3
+            row["gops"] = (work.gemm + work.head) / row["median_ms"] / 1e6
+            if count == 1:
+                row["gb_per_s"] = (weights + kv_bytes(spec, kv, context)) / row["median_ms"] / 1e6
+            decode.append(row)
+            print(json.dumps(row), file=sys.stderr)
     prefill = []
-    for length in (128, 256, 512, 1024, 4096):
-        row = {"length": length} | summary(bench.seconds([0], [length]))
+    for length in QUICK_PREFILLS if quick else PREFILLS:
+        if length > spec.max_context or not bench.fits(1, length):
+            continue
+        row = {"length": length} | summary(bench.seconds([0], [length], least_s))
         row["tokens_per_s"] = length / row["median_ms"] * 1e3
         row["gops"] = flops(spec, [Span(0, length)]).gemm / row["median_ms"] / 1e6
         prefill.append(row)
-        print(row, file=sys.stderr)
-    return found | {"decode": decode, "prefill": prefill}
+        print(json.dumps(row), file=sys.stderr)
+    return {"weights_read_bytes": weights, "decode": decode, "left_out": left_out, "prefill": prefill}
 
 
-def foreign_load(bench: Bench) -> list[dict[str, float]]:
-    """Step time of batch 1 and 8 beside a neighbour, interleaved with steps without one."""
+def foreign_load(bench: Bench, rounds: int, least_s: float) -> list[dict[str, float]]:
+    """Step time beside a neighbour over step time alone, in turns; `took` is what the neighbour really got of a core."""
     rows = []
     for share in (0.1, 0.3):
         for count in (1, 8):
-            alone: list[float] = []
-            beside: list[float] = []
-            for _ in range(3):
-                alone += bench.seconds([200] * count, [1] * count)
-                neighbour = multiprocessing.Process(target=busy, args=(share,), daemon=True)
-                neighbour.start()
-                beside += bench.seconds([200] * count, [1] * count, 1.0)
-                neighbour.terminate()
-                neighbour.join()
-            ratio = statistics.mean(beside) / statistics.mean(alone)
-            rows.append({"share": share, "batch": count, "slower": ratio, "alone_ms": 1e3 * statistics.mean(alone)})
-            print(rows[-1], file=sys.stderr)
+            logs, alone, took = [], [], []
+            for _ in range(rounds):
+                quiet = statistics.fmean(bench.decode(count, 200, least_s))
+                with neighbour(share) as process:
+                    used, at = sum(process.cpu_times()[:2]), time.perf_counter()
+                    beside = statistics.fmean(bench.decode(count, 200, least_s))
+                    took.append((sum(process.cpu_times()[:2]) - used) / (time.perf_counter() - at))
+                logs.append(math.log(beside / quiet))
+                alone.append(quiet)
+            mean = statistics.fmean(logs)
+            half = student.ppf(0.975, rounds - 1) * statistics.stdev(logs) / math.sqrt(rounds)
+            row = {
+                "share_of_a_core": share,
+                "took": statistics.fmean(took),
+                "batch": count,
+                "slower": math.exp(mean),
+                "low": math.exp(mean - half),
+                "high": math.exp(mean + half),
+                "alone_ms": 1e3 * statistics.fmean(alone),
+                "rounds": rounds,
+            }
+            rows.append(row)
+            print(json.dumps(row), file=sys.stderr)
     return rows
 
 
+def english(model: str, count: int) -> list[int]:
+    """The beginning of a slice of the Python language reference, as CPython ships it."""
+    files = locate(model)
+    tokenizer = (
+        Tokenizer.from_gguf(files.gguf().metadata) if files.kind == "gguf" else Tokenizer.from_folder(files.root)
+    )
+    topics = pydoc_data.topics.topics
+    keys = sorted(topics)
+    random.Random(7).shuffle(keys)
+    return tokenizer.encode("\n\n".join(topics[key] for key in keys[:12]))[:count]
+
+
+def drift(model: str, threads: int | None, count: int) -> list[dict[str, object]]:
+    """KL divergence and agreement of the best token with fp32 activations and fp32 KV, at every fourth position."""
+    ids = english(model, count)
+    rows = np.arange(3, len(ids), 4)
+    expected: npt.NDArray[np.float32] | None = None
+    found: list[dict[str, object]] = []
+    for activations, kv in (("fp32", "fp32"), ("fp32", "fp16"), ("int8", "fp16"), ("int8", "int8")):
+        bench = Bench(model, len(ids), threads, kv, (("activations", activations),))
+        got = bench.log_probabilities(ids, rows)
+        bench.close()
+        if expected is None:
+            expected = got
+            continue
+        kl = np.array(
+            [
+                (np.exp(e.astype(np.float64)) * (e.astype(np.float64) - g)).sum()
+                for e, g in zip(expected, got, strict=True)
+            ]
+        )
+        half = 1.96 * kl.std() / math.sqrt(len(kl))
+        row = {"activations": activations, "kv": kv, "kl": kl.mean(), "kl_95": [kl.mean() - half, kl.mean() + half]}
+        row |= {"same_best": float((got.argmax(-1) == expected.argmax(-1)).mean()), "positions": len(rows)}
+        found.append(row)
+        print(json.dumps(row), file=sys.stderr)
+    return found
+
+
 def draw(record: dict[str, object], path: Path) -> None:
-    """Step time over context, one line per batch size."""
+    """Step time over context by batch, and over batch by context."""
     import altair
 
-    rows = list(record["decode"])  # type: ignore[call-overload]
-    chart = altair.Chart(altair.Data(values=rows), title="One decode step of SmolLM2-135M").mark_line(point=True)
-    chart.encode(
-        x=altair.X("context:Q", scale=altair.Scale(type="log"), title="context, tokens"),
-        y=altair.Y("median_ms:Q", scale=altair.Scale(type="log"), title="step, ms"),
-        color=altair.Color("batch:O", title="batch"),
-    ).properties(width=560, height=360).save(path)
+    data = altair.Data(values=list(record["decode"]))  # type: ignore[call-overload]
+    log = altair.Scale(type="log")
+    time_ = altair.Y("median_ms:Q", scale=log, title="step, ms")
+
+    def panel(over: str, by: str, values: tuple[int, ...], title: str) -> altair.Chart:
+        x = altair.X(f"{over}:Q", scale=log, title=title, axis=altair.Axis(values=list(values)))
+        colour = altair.Color(f"{by}:O", title=by, scale=altair.Scale(scheme="viridis"))
+        return (
+            altair.Chart(data)
+            .mark_line(point=True)
+            .encode(x=x, y=time_, color=colour)
+            .properties(width=420, height=320)
+        )
+
+    both = altair.hconcat(
+        panel("context", "batch", CONTEXTS, "context, tokens"), panel("batch", "context", BATCHES, "batch, sequences")
+    )
+    both.resolve_scale(color="independent").properties(title=f"One decode step of {record['model']}").save(path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--quick", action="store_true", help="a few small points, to see that it works")
     parser.add_argument("--foreign", action="store_true")
+    parser.add_argument("--drift", action="store_true")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--kv", default="auto")
     parser.add_argument("--option", action="append", default=[], help="NAME=VALUE of the backend")
     args = parser.parse_args()
     options = tuple((name, value) for name, _, value in (text.partition("=") for text in args.option))
-    bench = Bench(16 * 8192, options, args.threads, args.kv)
-    record: dict[str, object] = {
-        "command": " ".join(sys.argv),
-        "machine": platform.processor() or platform.machine(),
-        "cpu": subprocess.run(["lscpu"], capture_output=True, text=True).stdout,
-        "notes": bench.model.notes(),
-        "read_gb_per_s": read_bandwidth(bench.model._options.threads) / 1e9,
-    }
-    print(record["notes"], record["read_gb_per_s"], file=sys.stderr)
-    record |= measure(bench, args.quick)
+    least_s, rounds = (0.05, 2) if args.quick else (0.6, 6)
+    batches, contexts = (QUICK_BATCHES, QUICK_CONTEXTS) if args.quick else (BATCHES, CONTEXTS)
+    record: dict[str, object] = {"command": " ".join(sys.argv), "model": args.model, "machine": machine()}
+    with Noise([]) as noise:
+        if args.drift:
+            record["drift"] = drift(args.model, args.threads, 128 if args.quick else 1024)
+        bench = Bench(args.model, max(batches) * max(contexts), args.threads, args.kv, options)
+        threads = args.threads or int(bench.model._pool.threads)
+        record["notes"] = bench.model.notes()
+        record["read_gb_per_s"] = read_bandwidth(threads) / 1e9
+        record["int8_peak"] = int8_peak(threads)
+        print(record["notes"], record["read_gb_per_s"], record["int8_peak"], file=sys.stderr)
+        record |= measure(bench, args.quick, least_s)
+    record["foreign_cores"] = noise.foreign
     if args.foreign:
-        record["foreign_load"] = foreign_load(bench)
+        record["foreign_load"] = foreign_load(bench, rounds, 3 * least_s)
+    bench.close()
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(record, indent=1) + "\n")
