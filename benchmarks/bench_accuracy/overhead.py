@@ -16,6 +16,7 @@ import uvloop
 
 from headrace.bench.endpoint import Endpoint
 from headrace.bench.headroom import Load, prove
+from headrace.bench.neighbours import Neighbours, wait_until_idle
 from headrace.bench.run import run_golden
 from headrace.bench.settings import RunSettings
 
@@ -36,12 +37,16 @@ async def measure(rate: int, processes: int) -> dict[str, object]:
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--idle-wait", type=float, default=0.0, help="seconds to wait at most for the host to be idle")
     parser.add_argument("--out", type=Path, required=True)
     a = parser.parse_args()
     results = []
     for repeat in range(a.repeats):
         for rate in RATES if repeat % 2 == 0 else reversed(RATES):
-            results.append({"repeat": repeat, **await measure(rate, 1)})
+            if a.idle_wait:
+                await wait_until_idle(a.idle_wait)
+            neighbours = Neighbours()
+            results.append({"repeat": repeat, **await measure(rate, 1), "foreign_cores": neighbours.cores()})
             r = results[-1]
             print(
                 f"{rate:5d}/s: p50 {r['delay_p50_s'] * 1e3:.2f} ms, p99 {r['delay_p99_s'] * 1e3:.2f} ms, "

@@ -6,7 +6,8 @@ server's own, and how many failures and repeated prompts each tool noticed or ca
     python benchmarks/bench_accuracy/run.py --guidellm PATH/guidellm --aiperf PATH/aiperf --tokenizer FOLDER --out DIR
 
 `--tokenizer` is a Hugging Face tokenizer folder: both other tools need one to write prompts. A tool whose program is
-not given is left out, and the result says so.
+not given is left out, and the result says so. With `--idle-wait 300` each measurement waits until other programs are
+idle; what they used meanwhile (`foreign_cores`) stands with each result.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import numpy as np
 
 from headrace.bench.golden import GoldenScript, golden_process
 from headrace.bench.importers import import_results
+from headrace.bench.neighbours import NOTICEABLE_CORES, Neighbours, wait_until_idle
 
 
 @dataclass(frozen=True)
@@ -141,9 +143,13 @@ def call(line: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 async def measure(s: Scenario, tool: Any, a: argparse.Namespace) -> dict[str, Any]:
+    if a.idle_wait:
+        await wait_until_idle(a.idle_wait)
     async with golden_process(s.script) as url:
         with tempfile.TemporaryDirectory() as folder:
+            neighbours = Neighbours()
             said = await asyncio.to_thread(tool, s, url, a, Path(folder))
+            foreign = neighbours.cores()
         truth = await asyncio.to_thread(truth_of, url, s.output)
     return {
         "ttft_error_ms": said["ttft_ms"] - truth["ttft_ms"],
@@ -152,6 +158,7 @@ async def measure(s: Scenario, tool: Any, a: argparse.Namespace) -> dict[str, An
         "really_good": truth["good"],
         "really_bad": truth["bad"],
         "cache_share": truth["cache_share"],
+        "foreign_cores": foreign,
         "said": said,
         "truth": truth,
     }
@@ -164,6 +171,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, default=Path())
     parser.add_argument("--scenario", action="append", help="only these")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--idle-wait", type=float, default=0.0, help="seconds to wait at most for the host to be idle")
     parser.add_argument("--out", type=Path, required=True)
     a = parser.parse_args()
     tools = (
@@ -186,13 +194,18 @@ def main() -> None:
     record = {
         "command": " ".join(["python", "benchmarks/bench_accuracy/run.py", f"--repeats {a.repeats}"]),
         "host": {"system": platform.platform(), "cores": os.cpu_count()},
+        "disturbed": sum((r.get("foreign_cores") or 0.0) >= NOTICEABLE_CORES for r in results),
         "left_out": [name for name in ("guidellm", "aiperf") if name not in tools],
         "scenarios": {s.name: s.what for s in SCENARIOS},
         "results": results,
     }
     (a.out / "accuracy.json").write_text(json.dumps(record, indent=1))
-    (a.out / "accuracy.md").write_text(table(results))
-    print(table(results))
+    text = (
+        table(results)
+        + f"\n{record['disturbed']} of {len(results)} measurements with other programs above 0.15 cores.\n"
+    )
+    (a.out / "accuracy.md").write_text(text)
+    print(text)
 
 
 def table(results: list[dict[str, Any]]) -> str:

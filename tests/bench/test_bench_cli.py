@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,6 +85,49 @@ def test_the_whole_way(url: str, tmp_path: Path) -> None:
     full = bench("run", "--url", url, "--out", str(out))
     assert full.returncode == 2
     assert "--out" in full.stderr
+
+
+@pytest.mark.parametrize("verb", ["run", "sweep", "ab"])
+def test_a_killed_command_is_resumed(url: str, tmp_path: Path, verb: str) -> None:
+    out = tmp_path / verb
+    load = ["--isl", "8", "--osl", "40", "--requests", "12", "--warmup", "0", "--no-headroom", "--model", "golden"]
+    key = ["--api-key", "top-secret", "--header", "X-Api-Key: hidden", "--header", "X-Open: seen"]
+    arguments = {
+        "run": ["run", "--url", url, "--concurrency", "1"],
+        "sweep": ["run", "--url", url, "--concurrency", "1,2,3"],
+        "ab": ["ab", "--a", url, "--b", url + "/", "--concurrency", "2", "--pairs", "4", "--margin", "50%"],
+    }[verb]
+    line = [sys.executable, "-m", "headrace.cli.main", "bench", *arguments, *load, *key, "--out", str(out), "--json"]
+    process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    records = out / {"run": "records.jsonl", "sweep": "concurrency-2/records.jsonl", "ab": "b-2/records.jsonl"}[verb]
+    while not (records.exists() and records.read_bytes().count(b"\n") >= 2):
+        assert process.poll() is None, process.stderr
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    stored = b"".join(path.read_bytes() for path in out.rglob("*.json*"))
+    assert b"top-secret" not in stored
+    assert b"hidden" not in stored
+    before = records.read_bytes()[: records.read_bytes().rfind(b"\n") + 1]
+    done = bench("resume", str(out), "--json")
+    assert done.returncode == 2
+    assert "X-Api-Key" in done.stderr
+    done = bench("resume", str(out), "--json", "--header", "X-Api-Key: hidden", "--api-key", "top-secret")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    if verb == "run":
+        assert records.read_bytes().startswith(before), "what was recorded is not touched"
+        assert found["requests"]["ok"] == 12
+        assert found["resumed_at_s"]
+    elif verb == "sweep":
+        assert [p["summary"]["requests"]["ok"] for p in found["points"]] == [12, 12, 12]
+    else:
+        assert found["interleaved"]
+        assert found["margin"] == 0.5
+    if verb != "run":
+        aside = records.parent.with_name(records.parent.name + ".interrupted-1")
+        assert (aside / records.name).read_bytes().startswith(before)
+    assert (out / "report.html").exists()
 
 
 def test_an_invalid_run_is_code_3_and_says_why(tmp_path: Path) -> None:

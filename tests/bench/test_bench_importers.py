@@ -1,4 +1,5 @@
-"""Results of other tools: the samples were written by guidellm 0.8.1 and aiperf 0.13 against the golden server."""
+"""Results of other tools: the samples were written by guidellm 0.8.1, aiperf 0.13 and vLLM 0.32's `vllm bench serve`
+against the golden server (the last with and without --save-detailed, and with every third request refused)."""
 
 from __future__ import annotations
 
@@ -48,6 +49,42 @@ def test_aiperf(tmp_path: Path) -> None:
         assert record.output_tokens == metrics["usage_completion_tokens"]["value"]
     assert summary["valid"]
     assert import_results(DATA / "aiperf.jsonl", tmp_path / "again")["requests"]["ok"] == 4
+
+
+@pytest.mark.parametrize("name", ["vllm-detailed.json", "vllm-errors.json"])
+def test_vllm_own_file_with_single_requests(tmp_path: Path, name: str) -> None:
+    theirs = json.loads((DATA / name).read_text())
+    summary = import_results(DATA / name, tmp_path)
+    records = read_records(tmp_path / "records.jsonl")
+    assert len(records) == theirs["num_prompts"]
+    assert summary["requests"]["ok"] == theirs["completed"] == 4
+    assert summary["requests"]["failed"] == theirs["failed"] == len(summary["failures"])
+    for index, record in enumerate(records):
+        assert record.prompt_tokens == theirs["input_lens"][index]
+        if theirs["errors"][index]:
+            assert record.error == "Internal Server Error"
+            assert record.outcome is Outcome.STREAM_ERROR
+        else:
+            assert record.event_s[0] - record.sent_s == pytest.approx(theirs["ttfts"][index], abs=1e-9)
+            assert record.event_s[-1] - record.sent_s == pytest.approx(theirs["latencies"][index], abs=2e-3)
+            assert record.output_tokens == len(record.event_s) == 12
+    for key, statistic, named in (
+        ("ttft_s", "mean", "mean_ttft_ms"), ("ttft_s", "p50", "median_ttft_ms"), ("tpot_s", "mean", "mean_tpot_ms"),
+        ("itl_s", "mean", "mean_itl_ms"), ("itl_s", "p50", "median_itl_ms"),
+    ):  # fmt: skip
+        assert summary[key][statistic] * 1e3 == pytest.approx(theirs[named], rel=1e-6)
+    assert content(tmp_path)[2]
+
+
+def test_vllm_own_file_without_them(tmp_path: Path) -> None:
+    theirs = json.loads((DATA / "vllm-plain.json").read_text())
+    summary = import_results(DATA / "vllm-plain.json", tmp_path)
+    assert summary["ttft_s"]["p99"] * 1e3 == pytest.approx(theirs["p99_ttft_ms"])
+    assert summary["output_tokens_per_s"]["value"] == theirs["output_throughput"]
+    assert (summary["requests"]["ok"], summary["requests"]["failed"]) == (4, 2)
+    assert sum(summary["requests"]["by_outcome"].values()) == summary["requests"]["sent"] == 6
+    assert any("without intervals" in note for note in summary["notes"])
+    assert not (tmp_path / "records.jsonl").exists()
 
 
 def vllm(detailed: bool) -> dict[str, object]:

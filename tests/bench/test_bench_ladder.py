@@ -58,13 +58,18 @@ def opener(log: list[str]):  # type: ignore[no-untyped-def]
         server = GoldenServer(script)
         async with TestServer(server.app) as running:
             yield RunningTarget(
-                str(running.make_url("/")).rstrip("/"), model, {"engine": spec.name}, "POST /reset_prefix_cache"
+                str(running.make_url("/")).rstrip("/"), model, {"engine": spec.name}, ("POST /reset_prefix_cache",), ""
             )
 
     return opened
 
 
-SMALL = LadderSettings(model="tiny", users=(1, 4), contexts=(64, 128), own=16, output=4, requests=8, repeats=1)
+PATIENT = 30.0
+"""Seconds that the client may be late: these tests share their cores with others."""
+
+SMALL = LadderSettings(
+    model="tiny", users=(1, 4), contexts=(64, 128), own=16, output=4, requests=8, repeats=1, max_client_delay_s=PATIENT
+)
 
 
 async def test_a_whole_ladder(tmp_path: Path) -> None:
@@ -95,12 +100,71 @@ async def test_the_order_turns_round_and_absent_rungs_are_not_tried_again(tmp_pa
     log: list[str] = []
     only = ("naive", "engine", "alone-speculation")
     settings = LadderSettings(
-        model="tiny", users=(2,), contexts=(64,), own=16, output=4, requests=2, repeats=3, only=only
+        model="tiny",
+        users=(2,),
+        contexts=(64,),
+        own=16,
+        output=4,
+        requests=2,
+        repeats=3,
+        only=only,
+        max_client_delay_s=PATIENT,
     )
     found = await climb(settings, tmp_path, Watch(), opener=opener(log))
     names = ["naive" if "naive" in entry else "spec" if "drafter" in entry else "engine" for entry in log]
     assert names == ["naive", "engine", "spec", "engine", "naive", "naive", "engine"]
     assert [s["cells"][0]["repeats"] for s in found["steps"] if s["cells"]] == [3, 3]
+
+
+class Crash(BaseException):
+    """What ends a process in the middle."""
+
+
+async def test_an_interrupted_ladder_goes_on_and_repeats_nothing(tmp_path: Path) -> None:
+    only = ("naive", "engine", "alone-kv-quantization", "stacked-kv-quantization", "alone-speculation")
+    settings = LadderSettings(
+        model="tiny",
+        users=(1, 2),
+        contexts=(64,),
+        own=16,
+        output=4,
+        requests=2,
+        repeats=2,
+        only=only,
+        max_client_delay_s=PATIENT,
+    )
+    whole = await climb(settings, tmp_path / "whole", Watch(), opener=opener([]))
+    out, opened = tmp_path / "cut", []
+    for crash_after in (3, 11, 12, 14):  # cells measured in all when the process ends
+        log: list[str] = []
+
+        def record(_record: object, log: list[str] = log, limit: int = crash_after) -> None:
+            if len(list(out.glob("*/*/summary.json"))) >= limit:
+                raise Crash
+
+        with pytest.raises(Crash):
+            await climb(settings, out, Watch(record=record), opener=opener(log))
+        opened.append(log)
+    kept = {
+        path: path.read_bytes()
+        for path in out.glob("*/users-*[0-9]/records.jsonl")
+        if (path.parent / "summary.json").exists()
+    }
+    with (out / "steps.jsonl").open("ab") as file:
+        file.write(b'{"id":"engine","lab')
+    last: list[str] = []
+    found = await climb(settings, out, Watch(), opener=opener(last))
+    assert {path: path.read_bytes() for path in kept} == kept
+    assert last == ["naive:kv_cache=on"], "the order turned round, and all others were done"
+    assert sum("drafter" in line for log in opened for line in log) == 1, "what is absent is not tried again"
+    fields = ("id", "status", "settings", "stack", "reason")
+    assert [[step[f] for f in fields] for step in found["steps"]] == [
+        [step[f] for f in fields] for step in whole["steps"]
+    ]
+    for ours, theirs in zip(found["steps"], whole["steps"], strict=True):
+        assert [(c["users"], c["context"], c["repeats"], c["folders"]) for c in ours["cells"]] == [
+            (c["users"], c["context"], c["repeats"], c["folders"]) for c in theirs["cells"]
+        ]
 
 
 async def test_weights_are_a_second_axis(tmp_path: Path) -> None:
@@ -115,6 +179,7 @@ async def test_weights_are_a_second_axis(tmp_path: Path) -> None:
         repeats=1,
         weights=("auto", "int8"),
         only=("engine",),
+        max_client_delay_s=PATIENT,
     )
     found = await climb(settings, tmp_path, Watch(), opener=opener(log))
     assert [s["weights"] for s in found["steps"]] == ["auto", "int8"]

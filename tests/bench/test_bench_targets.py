@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from headrace.base.errors import InvalidInput
 from headrace.bench.scrape import parse_metrics, recognise, sample_of
@@ -51,7 +54,8 @@ SNAPSHOTS: dict[str, tuple[dict[str, str], str]] = {
     ),
     "llama-cpp": (
         {"bin": "/opt/llama-server", "slots": "4", "context": "1024", "flash_attention": "on", "threads": "2"},
-        "/opt/llama-server -m x.gguf --host 127.0.0.1 --port 9000 --metrics -np 4 -c 4096 -fa on -t 2 -tb 2",
+        "/opt/llama-server -m x.gguf --host 127.0.0.1 --port 9000 --metrics --slot-save-path"
+        f" {tempfile.gettempdir()}/ -np 4 -c 4096 -fa on -t 2 -tb 2",
     ),
 }
 
@@ -69,6 +73,50 @@ def test_launch_lines(name: str) -> None:
     assert line.argv[0]
     if name == "vllm":
         assert line.env == {"VLLM_SERVER_DEV_MODE": "1"}
+
+
+def test_every_engine_has_a_flush_or_says_why_not() -> None:
+    found = {name: target.flush_calls({}) for name, target in TARGETS}
+    assert found == {
+        "headrace": ("POST /reset_prefix_cache",),
+        "vllm": ("POST /reset_prefix_cache",),
+        "sglang": ("POST /flush_cache",),
+        "dynamo": ("POST /clear_kv_blocks",),
+        "llama-cpp": tuple(f"POST /slots/{slot}?action=erase" for slot in range(8)),
+        "naive": (),
+        "transformers": (),
+        "tensorrt-llm": (),
+    }
+    assert len(find_target("llama-cpp").flush_calls({"slots": "3"})) == 3
+    assert all(target.facts.no_flush for name, target in TARGETS if not found[name])
+
+
+@pytest.mark.parametrize(
+    ("calls", "why", "says", "asked"),
+    [
+        (("POST /slots/0?action=erase", "POST /slots/1?action=erase"), "", "emptied with POST /slots/0", 2),
+        (("POST /flush",), "host memory stays", "emptied with POST /flush; host memory stays", 1),
+        (("POST /missing",), "", "not emptied: POST /missing was answered with 404", 0),
+        ((), "there is no call for it", "not emptied: there is no call for it", 0),
+    ],
+)
+async def test_results_say_whether_the_cache_was_emptied(
+    calls: tuple[str, ...], why: str, says: str, asked: int
+) -> None:
+    seen: list[str] = []
+
+    async def erase(request: web.Request) -> web.Response:
+        seen.append(request.path_qs)
+        return web.json_response({})
+
+    app = web.Application()
+    app.router.add_post("/slots/{slot}", erase)
+    app.router.add_post("/flush", erase)
+    async with TestServer(app) as server:
+        target = process.RunningTarget(str(server.make_url("")).rstrip("/"), "m", {}, calls, why)
+        assert await target.flush() == says.startswith("emptied")
+    assert target.info["cache_before"].startswith(says)
+    assert len(set(seen)) == len(seen) == asked
 
 
 def test_every_launch_line_listens_on_this_host_only() -> None:

@@ -123,8 +123,8 @@ def compare_runs(
     work = _same_work(a, b)
     return {
         "schema": "headrace-bench-comparison/1",
-        "a": {"label": label_a, "runs": [str(p) for p in a], "model": summaries[0][0].get("model")},
-        "b": {"label": label_b, "runs": [str(p) for p in b], "model": summaries[1][0].get("model")},
+        "a": _side(label_a, a, summaries[0]),
+        "b": _side(label_b, b, summaries[1]),
         "interleaved": interleaved,
         "margin": margin,
         "primary": primary,
@@ -136,6 +136,16 @@ def compare_runs(
         "same_work": not work,
         "figures": figures,
         "warnings": [*_warnings(summaries, interleaved), *work],
+    }
+
+
+def _side(label: str, runs: list[Path], summaries: list[dict[str, Any]]) -> dict[str, Any]:
+    caches = {(s.get("settings") or {}).get("target", {}).get("cache_before", "") for s in summaries} - {""}
+    return {
+        "label": label,
+        "runs": [str(path) for path in runs],
+        "model": summaries[0].get("model"),
+        "cache_before_runs": "; ".join(sorted(caches)),
     }
 
 

@@ -1,7 +1,8 @@
 """The optimization ladder: naive → engine → one technique after another, alone and stacked, against users and context.
 
 Every cell is a run of its own with records. The order of the steps turns round from repeat to repeat, so that a drift
-of the machine hits all alike; each step starts its own server and the cache is flushed before each cell.
+of the machine hits all alike; each step starts its own server and the cache is flushed before each cell. What is known
+of a step is appended to `steps.jsonl` after each cell, so that a ladder can go on in the folder where it was interrupted.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from headrace.bench import quality_probe, stats
 from headrace.bench.arrivals import ArrivalOptions
 from headrace.bench.compare import read_summary
 from headrace.bench.endpoint import Endpoint
+from headrace.bench.job import finished_summary
 from headrace.bench.neighbours import NOTICEABLE_CORES
+from headrace.bench.records import RecordLog
 from headrace.bench.run import InvalidRun, Watch, run
 from headrace.bench.rungs import Step, all_rungs, baseline_settings, steps
 from headrace.bench.series import aimed
@@ -29,6 +32,7 @@ from headrace.bench.targets import TargetSpec
 from headrace.bench.targets._process import RunningTarget, TargetFailed, open_target
 
 LADDER_FILE = "ladder.json"
+STEPS_FILE = "steps.jsonl"
 REFERENCE = "engine"
 BASELINE = "naive"
 _FIGURES = (
@@ -64,6 +68,7 @@ class LadderSettings(msgspec.Struct, frozen=True, kw_only=True):
     only: tuple[str, ...] = ()
     run_noise: float = 0.03
     idle_wait_s: float = 0.0
+    max_client_delay_s: float = 0.01
 
     def check(self) -> None:
         """Raise `InvalidInput` naming the option that cannot be."""
@@ -123,14 +128,18 @@ async def climb(settings: LadderSettings, out: Path, watch: Watch, *, opener: Op
         for weights in settings.weights
         for step in wanted
     }  # fmt: skip
+    states |= {(s.weights, s.id): s for s in _known(out / STEPS_FILE) if (s.weights, s.id) in states}
     accepted: dict[str, Mapping[str, str]] = {}
+    for weights, step in ((w, step) for w in settings.weights for step in wanted):
+        _accept(accepted, step, states[weights, step.id].settings, plain)
     for repeat in range(settings.repeats):
         order = [(weights, step) for weights in settings.weights for step in wanted]
         for weights, step in order if repeat % 2 == 0 else reversed(order):
             state = states[weights, step.id]
-            if state.status in ("absent", "failed"):
+            if state.status in ("absent", "failed") or not _missing(settings, state, repeat):
                 continue
             await _step(settings, step, state, plain, accepted, repeat, out, watch, opener)
+            _keep(out, state)
             _write(out, _result(settings, list(states.values()), out))
     result = _result(settings, list(states.values()), out)
     _write(out, result)
@@ -152,8 +161,7 @@ async def _step(
         try:
             async with opener(spec, settings.model, folder / f"server-{repeat + 1}.log") as running:
                 state.settings, state.info = dict(candidate), running.info
-                if step.stack == "alone":
-                    accepted[step.rung.label] = {k: v for k, v in candidate.items() if plain.get(k) != v}
+                _accept(accepted, step, candidate, plain)
                 await _cells(settings, state, running, repeat, folder, watch)
             state.status = "measured"
             return
@@ -200,8 +208,8 @@ async def _cells(
     )
     if state.quality is None:
         state.quality = await quality_probe.probe_quality(aimed(load, running).endpoint)
-    for users, context in settings.cells:
-        await running.flush()
+    for users, context in _missing(settings, state, repeat):
+        name = f"users-{users}-context-{context}-repeat-{repeat + 1}"
         requests = max(1, round(settings.requests * state.share))
         one = msgspec.structs.replace(
             aimed(load, running),
@@ -213,12 +221,46 @@ async def _cells(
             arrivals=ArrivalOptions(concurrency=users, kind="closed"),
             salt=f"{repeat}/{users}/{context}",
             idle_wait_s=settings.idle_wait_s,
+            max_client_delay_s=settings.max_client_delay_s,
         )  # fmt: skip
-        name = f"users-{users}-context-{context}-repeat-{repeat + 1}"
-        summary = await run(one, folder / name, Watch(record=watch.record), headroom=False)
+        summary = finished_summary(folder / name)
+        if summary is None:
+            await running.flush()
+            summary = await run(one, folder / name, Watch(record=watch.record), headroom=False)
         if not summary["valid"]:
             raise InvalidRun(f"{name}: {'; '.join(summary['invalid_because'])}")
         state.cells.setdefault(f"{users}x{context}", []).append(str((folder / name).relative_to(folder.parent)))
+        _keep(folder.parent, state)
+
+
+def _missing(settings: LadderSettings, state: StepState, repeat: int) -> list[tuple[int, int]]:
+    """The cells of a step that a repeat has not measured yet."""
+    return [(u, c) for u, c in settings.cells if len(state.cells.get(f"{u}x{c}", ())) <= repeat]
+
+
+def _accept(
+    accepted: dict[str, Mapping[str, str]], step: Step, settings: Mapping[str, str], plain: Mapping[str, str]
+) -> None:
+    """Remember which variant of a technique the engine took: stacked steps build on it."""
+    if step.stack == "alone" and settings:
+        accepted[step.rung.label] = {k: v for k, v in settings.items() if plain.get(k) != v}
+
+
+def _keep(out: Path, state: StepState) -> None:
+    with RecordLog(out / STEPS_FILE) as log:
+        log.append(state)
+
+
+def _known(path: Path) -> list[StepState]:
+    """The latest state of each step of an interrupted ladder."""
+    if not path.exists():
+        return []
+    latest: dict[tuple[str, str], StepState] = {}
+    for line in path.read_bytes().splitlines(keepends=True):
+        if line.endswith(b"\n"):
+            state = msgspec.json.decode(line, type=StepState)
+            latest[state.weights, state.id] = state
+    return list(latest.values())
 
 
 def _result(settings: LadderSettings, states: list[StepState], out: Path) -> dict[str, Any]:
@@ -243,6 +285,8 @@ def _notes(states: list[StepState], values: Mapping[int, dict[str, list[dict[str
     for state in states:
         if state.status == "measured" and state.share < 1:
             notes.append(f"{state.label}: {state.share:.0%} of the requests, the rest would take too long")
+        if str(state.info.get("cache_before", "")).startswith("not"):
+            notes.append(f"{state.label}: cache between cells {state.info['cache_before']}")
     foreign = [s.get("foreign_cores") or 0.0 for cells in values.values() for runs in cells.values() for s in runs]
     if foreign and max(foreign) >= NOTICEABLE_CORES:
         busy = sum(cores >= NOTICEABLE_CORES for cores in foreign)

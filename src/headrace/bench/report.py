@@ -150,6 +150,11 @@ def _comparison(folder: Path) -> Content:
     body += page.section(
         "Figures", page.table(["figure", "A", "B", "B/A", "95 %", "better is", "verdict", "basis"], rows)
     )
+    caches = [[side.upper(), found[side].get("cache_before_runs", "")] for side in "ab"]
+    if any(said for _, said in caches):
+        body += page.section(
+            "Prefix cache between runs (no run has another's words)", page.table(["", "it was"], caches, numeric=False)
+        )
     how = "interleaved A B B A" if found["interleaved"] else "not interleaved"
     return "Comparison", f"A: {found['a']['label']} · B: {found['b']['label']} · {how}", body, charts
 

@@ -22,6 +22,7 @@ from headrace.bench.arrivals import ArrivalOptions, Closed, Renewal
 from headrace.bench.drive import Share
 from headrace.bench.endpoint import EndpointError, probe
 from headrace.bench.headroom import load_of, most_processes, prove
+from headrace.bench.job import SECRET_HEADERS
 from headrace.bench.neighbours import Neighbours, wait_until_idle
 from headrace.bench.records import (
     META_FILE,
@@ -91,18 +92,20 @@ async def run(
     return await _send(out, meta, watch, frozenset(), 0.0)
 
 
-async def resume(out: Path, watch: Watch | None = None, *, api_key: str | None = None) -> dict[str, Any]:
+async def resume(
+    out: Path, watch: Watch | None = None, *, api_key: str | None = None, aim: RunSettings | None = None
+) -> dict[str, Any]:
     """Go on with a run that was interrupted: what is recorded stays, the rest is sent, the clock goes on where it stopped.
 
     A session that was under way starts again from its first request, since its history is gone. One process goes on,
-    however many there were. Keys are not stored
-    with a run: `api_key` gives the bearer token anew.
+    however many there were. Keys are not stored with a run: `api_key` gives the bearer token anew, or `aim` everything
+    about where to send: address, headers and target (a started engine listens elsewhere after its restart).
     """
     watch = watch or Watch()
     if not (out / META_FILE).exists():
         raise InvalidInput(f"{out} holds no run", field="DIR")
     meta = msgspec.json.decode((out / META_FILE).read_bytes(), type=RunMeta)
-    meta.settings = _with_key(meta.settings, api_key)
+    meta.settings = _with_key(meta.settings, api_key) if aim is None else _re_aimed(meta.settings, aim)
     if meta.finished:
         raise InvalidInput(f"the run in {out} has finished", field="DIR")
     _merge_parts(out)
@@ -294,11 +297,14 @@ def _write_meta(out: Path, meta: RunMeta) -> None:
 
 def _without_secrets(meta: RunMeta) -> RunMeta:
     """Keys do not belong into files: values of authorization headers are replaced, and a resume takes them anew."""
-    hidden = tuple(
-        (k, _HIDDEN if k.lower() in ("authorization", "x-api-key") else v) for k, v in meta.settings.endpoint.headers
-    )
+    hidden = tuple((k, _HIDDEN if k.lower() in SECRET_HEADERS else v) for k, v in meta.settings.endpoint.headers)
     endpoint = replace(meta.settings.endpoint, headers=hidden)
     return msgspec.structs.replace(meta, settings=msgspec.structs.replace(meta.settings, endpoint=endpoint))
+
+
+def _re_aimed(settings: RunSettings, aim: RunSettings) -> RunSettings:
+    endpoint = replace(settings.endpoint, url=aim.endpoint.url, headers=aim.endpoint.headers)
+    return msgspec.structs.replace(settings, endpoint=endpoint, target=aim.target)
 
 
 def _with_key(settings: RunSettings, api_key: str | None) -> RunSettings:

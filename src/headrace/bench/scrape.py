@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import math
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -101,8 +102,8 @@ class Scraper:
                 self.missed += 1
                 return
             sample = sample_of(page, self._names, at_s)
-        if self._energy:
-            sample.energy_j = self._energy()
+        if self._energy and not math.isnan(joules := self._energy()):
+            sample.energy_j = joules
         self._log.append(sample)
 
     async def _page(self, path: str) -> dict[str, float] | None:
@@ -115,7 +116,10 @@ class Scraper:
 
 
 def energy_counter() -> Callable[[], float] | None:
-    """A function that gives joules used by all GPUs of this host since the driver was loaded; None without NVML."""
+    """A function that gives joules used by all GPUs of this host since the driver was loaded.
+
+    None without NVML, without a GPU, or where one of them does not count: a part of the energy is no figure.
+    """
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -123,18 +127,17 @@ def energy_counter() -> Callable[[], float] | None:
     count = ctypes.c_uint()
     if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
         return None
-    devices = []
-    for index in range(count.value):
-        device = ctypes.c_void_p()
-        if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) == 0:
-            devices.append(device)
+    devices = [ctypes.c_void_p() for _ in range(count.value)]
+    if any(nvml.nvmlDeviceGetHandleByIndex_v2(i, ctypes.byref(device)) for i, device in enumerate(devices)):
+        return None
 
     def joules() -> float:
         total = 0.0
         for device in devices:
             millijoules = ctypes.c_ulonglong()
-            if nvml.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(millijoules)) == 0:
-                total += millijoules.value / 1e3
+            if nvml.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(millijoules)):
+                return math.nan
+            total += millijoules.value / 1e3
         return total
 
-    return joules if devices else None
+    return joules if devices and not math.isnan(joules()) else None

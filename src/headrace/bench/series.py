@@ -1,4 +1,7 @@
-"""Several runs that belong together: repeats, a sweep over rates or users, two targets interleaved, a search."""
+"""Several runs that belong together: repeats, a sweep over rates or users, two targets interleaved, a search.
+
+Each can go on in the folder where it was interrupted: runs that had finished are taken as they are.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from headrace.base.errors import InvalidInput
 from headrace.base.files import write_atomic
 from headrace.bench import stats
 from headrace.bench.compare import COMPARISON_FILE, FIGURES, SERIES_FILE, Series, compare_runs
+from headrace.bench.job import finished_summary
 from headrace.bench.records import SUMMARY_FILE
 from headrace.bench.run import InvalidRun, Watch, run
 from headrace.bench.settings import RunSettings
@@ -27,6 +31,19 @@ _KEEPS_UP = 0.9
 def write_series(out: Path, series: Series) -> None:
     """Write `series.json`."""
     write_atomic(out / SERIES_FILE, msgspec.json.format(msgspec.json.encode(series), indent=1))
+
+
+async def _flushed_run(
+    settings: RunSettings, target: RunningTarget, folder: Path, watch: Watch, *, headroom: bool, natural: bool
+) -> dict[str, Any]:
+    """The summary of one run of a series, on an emptied cache; a run that had finished before is not done again."""
+    found = finished_summary(folder)
+    if found is not None:
+        watch.note(f"{folder.name}: finished before")
+        return found
+    if not await target.flush():
+        watch.note(f"cache {target.info['cache_before']}")
+    return await run(aimed(settings, target), folder, watch, headroom=headroom, natural_length=natural)
 
 
 def aimed(settings: RunSettings, target: RunningTarget) -> RunSettings:
@@ -43,14 +60,14 @@ async def repeats(
     The summary written to `out` is the first run's with each figure replaced by the mean over the runs and the
     interval of that mean between runs.
     """
-    settings = aimed(settings, target)
     summaries: list[dict[str, Any]] = []
     series = Series(kind="repeats", title=f"{count} repeats of {settings.workload}")
     for k in range(count):
-        await target.flush()
         one = msgspec.structs.replace(settings, salt=f"{settings.salt}/{k}" if k else settings.salt)
         watch.note(f"run {k + 1} of {count}")
-        summary = await run(one, out / f"run-{k + 1}", watch, headroom=headroom and k == 0, natural_length=natural)
+        summary = await _flushed_run(
+            one, target, out / f"run-{k + 1}", watch, headroom=headroom and k == 0, natural=natural
+        )
         summaries.append(summary)
         series.runs.append({"folder": f"run-{k + 1}", "label": f"run {k + 1}", "x": None})
         write_series(out, series)
@@ -92,11 +109,10 @@ async def sweep(
         series.facts["slo"] = settings.slo
     results: list[dict[str, Any]] = []
     for number, (label, point) in enumerate(points):
-        await target.flush()
-        one = aimed(msgspec.structs.replace(point, salt=f"{settings.salt}/{number}"), target)
+        one = msgspec.structs.replace(point, salt=f"{settings.salt}/{number}")
         watch.note(f"{x_name} {label}")
         folder = f"{x_name}-{label}"
-        summary = await run(one, out / folder, watch, headroom=headroom, natural_length=natural)
+        summary = await _flushed_run(one, target, out / folder, watch, headroom=headroom, natural=natural)
         series.runs.append({"folder": folder, "label": label, "x": float(label)})
         write_series(out, series)
         results.append({"x": float(label), "folder": folder, "summary": summary})
@@ -121,10 +137,9 @@ async def interleaved(
     for k in range(pairs):
         for side in "ab" if k % 2 == 0 else "ba":
             target, folder = (a if side == "a" else b), f"{side}-{k + 1}"
-            await target.flush()
             watch.note(f"pair {k + 1} of {pairs}: {labels[0] if side == 'a' else labels[1]}")
-            one = aimed(msgspec.structs.replace(settings, salt=f"{settings.salt}/{k}"), target)
-            await run(one, out / folder, watch, headroom=headroom and k == 0, natural_length=natural)
+            one = msgspec.structs.replace(settings, salt=f"{settings.salt}/{k}")
+            await _flushed_run(one, target, out / folder, watch, headroom=headroom and k == 0, natural=natural)
             folders[side].append(out / folder)
             series.runs.append({"folder": folder, "label": f"{side} {k + 1}", "x": None})
             write_series(out, series)
@@ -196,13 +211,12 @@ async def search(
     series = Series(kind="sweep", title="search for the highest rate", x_name="rate", facts={"slo": str(slo)})
 
     async def probe(rate: float) -> dict[str, Any]:
-        await target.flush()
         folder = f"rate-{rate:.4g}"
         arrivals = replace(
             settings.arrivals, rate=f"{rate:.6g}", concurrency=None, kind=settings.arrivals.kind or "poisson"
         )
         one = msgspec.structs.replace(settings, arrivals=arrivals, salt=f"{settings.salt}/{rate:.6g}", slo=str(slo))
-        summary = await run(aimed(one, target), out / folder, watch, headroom=headroom, natural_length=natural)
+        summary = await _flushed_run(one, target, out / folder, watch, headroom=headroom, natural=natural)
         series.runs.append({"folder": folder, "label": f"{rate:.4g}", "x": rate})
         series.runs.sort(key=lambda entry: float(entry["x"]))
         watch.note(f"{rate:.4g} requests/s: {'kept' if not slo.misses(summary) else '; '.join(slo.misses(summary))}")

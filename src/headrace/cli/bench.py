@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from headrace.base.errors import HeadraceError, InvalidInput
+from headrace.bench.job import Job
 from headrace.bench.load_options import LoadOptions
 from headrace.cli._bench_options import load_options
 from headrace.cli._options import engine_options
@@ -68,6 +69,15 @@ def run(
     report: WithReport = True,
 ) -> None:
     """Send traffic and measure it. A list of rates or concurrencies makes a sweep."""
+    job = Job.of("run", load, url=url, target=target, model=model, repeats=repeats, find_max=find_max, plan=plan)
+    _conclude(out, _do_run(load, out, job, **job.options), as_json=as_json, report=report)
+
+
+def _do_run(
+    load: LoadOptions, out: Path, job: Job | None, *, url: str, target: str, model: str, repeats: int, find_max: bool,
+    plan: str,
+) -> dict[str, Any]:  # fmt: skip
+    """`job`: what a new folder is begun with; None where the folder goes on."""
     from headrace.bench import series
     from headrace.bench.endpoint import parse_url
     from headrace.bench.slo import Slo
@@ -92,10 +102,10 @@ def run(
     if plan and (values or find_max):
         raise InvalidInput("needs a single load", field="--plan", remedy="without a sweep and --find-max")
     predict = _prediction(plan, model, "" if url else spec.name) if plan else None
-    _new_folder(out)
+    _begin(out, job)
 
     async def go() -> dict[str, Any]:
-        with _progress(load, as_json) as watch:
+        with _progress(load) as watch:
             async with open_target(spec, model, out / "target.log") as running:
                 shared: dict[str, Any] = {"target": running, "headroom": load.headroom, "natural": load.natural_length}
                 if find_max:
@@ -106,9 +116,13 @@ def run(
                     return await series.sweep(settings, points, swept, out, watch, **shared)
                 if repeats > 1:
                     return await series.repeats(settings, repeats, out, watch, **shared)
+                from headrace.bench.records import META_FILE
+                from headrace.bench.run import resume as go_on
                 from headrace.bench.run import run as once
 
                 aimed = series.aimed(settings, running)
+                if (out / META_FILE).exists():
+                    return await go_on(out, watch, aim=aimed)
                 return await once(aimed, out, watch, headroom=load.headroom, natural_length=load.natural_length)
 
     summary = _finish(go())
@@ -116,25 +130,43 @@ def run(
         from headrace.bench.planned import set_beside
 
         summary = set_beside(out, summary, predict(summary))
-    _conclude(out, summary, as_json=as_json, report=report)
+    return summary
 
 
 def resume(
-    folder: Annotated[Path, typer.Argument(help="Folder of an interrupted run.")],
+    folder: Annotated[Path, typer.Argument(help="Folder of an interrupted run, sweep, search, ab or ladder.")],
     api_key: Annotated[
         str | None, typer.Option(envvar="OPENAI_API_KEY", show_envvar=False, help="Keys are not stored.")
     ] = None,
+    header: Annotated[
+        list[str], typer.Option("--header", help="NAME: VALUE, a header that held a key; may be repeated.")
+    ] = [],  # noqa: B006
     as_json: AsJson = False,
     report: WithReport = True,
 ) -> None:
-    """Go on with a run that was interrupted."""
+    """Go on with what was interrupted: finished runs and recorded requests stay, the rest is done."""
+    from headrace.bench.job import read_job
     from headrace.bench.run import resume as go_on
 
     async def go() -> dict[str, Any]:
-        with _progress(None, as_json) as watch:
+        with _progress(None) as watch:
             return await go_on(folder, watch, api_key=api_key)
 
-    _conclude(folder, _finish(go()), as_json=as_json, report=report)
+    job = read_job(folder)
+    if job is None:
+        _conclude(folder, _finish(go()), as_json=as_json, report=report)
+        return
+    match job.verb:
+        case "run":
+            load = job.load_options(api_key=api_key, header=tuple(header))
+            _conclude(folder, _do_run(load, folder, None, **job.options), as_json=as_json, report=report)
+        case "ab":
+            load = job.load_options(api_key=api_key, header=tuple(header))
+            found = _do_ab(load, folder, None, **job.options)
+            _write_report(folder, report)
+            _say_comparison(found, as_json)
+        case "ladder":
+            _say_ladder(folder, _do_ladder(folder, None, **job.options), as_json=as_json, report=report)
 
 
 def ab(
@@ -151,6 +183,17 @@ def ab(
     report: WithReport = True,
 ) -> None:
     """Run two targets interleaved A B B A and judge B against A."""
+    job = Job.of("ab", load, a=a, b=b, model=model, model_b=model_b, pairs=pairs, margin=margin, metric=metric)
+    found = _do_ab(load, out, job, **job.options)
+    _write_report(out, report)
+    _say_comparison(found, as_json)
+
+
+def _do_ab(
+    load: LoadOptions, out: Path, job: Job | None, *, a: str, b: str, model: str, model_b: str, pairs: int, margin: str,
+    metric: str,
+) -> dict[str, Any]:  # fmt: skip
+    """`job`: what a new folder is begun with; None where the folder goes on."""
     from headrace.bench import series
     from headrace.bench.stats import parse_share
     from headrace.bench.targets import parse_target
@@ -160,10 +203,10 @@ def ab(
         raise InvalidInput("a sweep cannot be interleaved", field="--rate" if load.rate else "--concurrency")
     settings, share = load.settings(), parse_share(margin, "--margin") if margin else None
     specs = parse_target(a), parse_target(b)
-    _new_folder(out)
+    _begin(out, job)
 
     async def go() -> dict[str, Any]:
-        with _progress(load, as_json) as watch:
+        with _progress(load) as watch:
             async with (
                 open_target(specs[0], model, out / "target-a.log") as first,
                 open_target(specs[1], model_b or model, out / "target-b.log") as second,
@@ -185,9 +228,7 @@ def ab(
                     natural=load.natural_length,
                 )
 
-    found = _finish(go())
-    _write_report(out, report)
-    _say_comparison(found, as_json)
+    return _finish(go())
 
 
 def compare(
@@ -243,10 +284,19 @@ def ladder(
     report: WithReport = True,
 ) -> None:
     """Measure naive loop, engine and each technique, alone and stacked, against users and context."""
-    import msgspec
+    job = Job.of(
+        "ladder", model=model, users=users, contexts=contexts, own=own, output=output, requests=requests, repeats=repeats,
+        weights=weights, engine=engine, step=step, seed=seed, idle_wait=idle_wait,
+    )  # fmt: skip
+    _say_ladder(out, _do_ladder(out, job, **job.options), as_json=as_json, report=report)
 
+
+def _do_ladder(
+    out: Path, job: Job | None, *, model: str, users: str, contexts: str, own: int, output: int, requests: int,
+    repeats: int, weights: str, engine: list[str], step: list[str], seed: int, idle_wait: float,
+) -> dict[str, Any]:  # fmt: skip
+    """`job`: what a new folder is begun with; None where the folder goes on."""
     from headrace.bench.ladder import LadderSettings, climb
-    from headrace.bench.terminal import print_ladder
 
     settings = LadderSettings(
         model=model,
@@ -263,13 +313,20 @@ def ladder(
         idle_wait_s=idle_wait,
     )
     settings.check()
-    _new_folder(out)
+    _begin(out, job)
 
     async def go() -> dict[str, Any]:
-        with _progress(None, as_json) as watch:
+        with _progress(None) as watch:
             return await climb(settings, out, watch)
 
-    found = _finish(go())
+    return _finish(go())
+
+
+def _say_ladder(out: Path, found: dict[str, Any], *, as_json: bool, report: bool) -> None:
+    import msgspec
+
+    from headrace.bench.terminal import print_ladder
+
     _write_report(out, report)
     if as_json:
         print(msgspec.json.encode(found).decode())
@@ -314,7 +371,7 @@ def offline(
             else:
                 asked = bench.mixed_requests(requests, request_seed, lengths, outputs, end_id)
             bench.check_fits(asked, client.info.max_model_len)
-            with _progress(None, as_json) as watch:
+            with _progress(None) as watch:
                 warm = bench.mixed_requests(2, request_seed + 1, IntRange(8, 8), IntRange(2, 2), end_id)
                 await bench.run_offline(client, warm)
                 records = await bench.run_offline(client, asked, on_done=watch.record)
@@ -506,6 +563,15 @@ def _say_comparison(found: dict[str, Any], as_json: bool) -> None:
         print_comparison(found)
 
 
+def _begin(out: Path, job: Job | None) -> None:
+    """Make the folder of a new command; one that goes on has it."""
+    if job is not None:
+        from headrace.bench.job import write_job
+
+        _new_folder(out)
+        write_job(out, job)
+
+
 def _new_folder(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InvalidInput(f"{out} is not a new or empty folder", field="--out", remedy="choose another")
@@ -515,7 +581,7 @@ def _new_folder(out: Path) -> None:
         raise InvalidInput(f"cannot make {out}: {error.strerror}", field="--out") from error
 
 
-def _progress(load: LoadOptions | None, as_json: bool) -> Any:
+def _progress(load: LoadOptions | None) -> Any:
     from headrace.bench.terminal import live
 
     return live(load.requests if load else None)

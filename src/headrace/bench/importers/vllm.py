@@ -78,7 +78,7 @@ def _figures(document: dict[str, Any]) -> dict[str, Any]:
         "sent": completed + failed,
         "ok": completed,
         "failed": failed,
-        "by_outcome": {"ok": completed},
+        "by_outcome": {"ok": completed, **({Outcome.STREAM_ERROR.value: failed} if failed else {})},
     }
     figures["requests"] |= {"unsent": 0, "too_long_skipped": 0, "too_long_clipped": 0}
     return figures

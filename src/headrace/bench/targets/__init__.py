@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -70,12 +71,23 @@ class EngineTarget:
     def facts(self) -> LaunchFacts:
         return launch_facts(self.engine)
 
+    def flush_calls(self, settings: Mapping[str, str]) -> tuple[str, ...]:
+        """METHOD PATH of every call that empties the prefix cache; empty where the engine has none."""
+        facts = self.facts
+        if "{slot}" not in facts.flush:
+            return (facts.flush,) if facts.flush else ()
+        slots = int({**self.defaults, **settings}.get("slots", "1"))
+        return tuple(facts.flush.format(slot=slot) for slot in range(slots))
+
     def launch_line(self, model: str, port: int, settings: Mapping[str, str]) -> LaunchLine:
         """The command that serves `model` on 127.0.0.1:`port`. A setting that the engine does not have is refused."""
         facts, values = self.facts, {**self.defaults, **settings}
         program, extra = values.pop("bin", ""), values.pop("args", "")
         env = {name[4:]: values.pop(name) for name in list(values) if name.startswith("env.")}
-        fill = {"model": self.model_path(model), "port": str(port), "python": sys.executable}
+        fill = {
+            "model": self.model_path(model), "port": str(port), "python": sys.executable,
+            "temporary": tempfile.gettempdir() + os.sep,
+        }  # fmt: skip
         argv = [part.format(**fill) for part in facts.command]
         if program:
             argv[0] = program

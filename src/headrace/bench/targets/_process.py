@@ -33,16 +33,22 @@ class RunningTarget:
     url: str
     model: str
     info: dict[str, Any] = field(default_factory=dict)
-    flush_call: str = ""
+    flush_calls: tuple[str, ...] = ()
+    no_flush: str = "a server that was already running: nothing is known of its cache"
 
     async def flush(self) -> bool:
-        """Empty the prefix cache; False where the engine has no way to do it short of a restart."""
-        if not self.flush_call:
-            return False
-        method, _, path = self.flush_call.partition(" ")
+        """Empty the prefix cache between runs; whether that was done, and if not why, stays in `info`."""
+        why = "" if self.flush_calls else self.no_flush
         timeout = aiohttp.ClientTimeout(total=60.0)
-        async with aiohttp.ClientSession(timeout=timeout) as s, s.request(method, self.url + path) as response:
-            return response.status == 200
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            for call in self.flush_calls:
+                method, _, path = call.partition(" ")
+                async with session.request(method, self.url + path) as response:
+                    if response.status != 200:
+                        why = f"{call} was answered with {response.status}"
+        left = f"; {self.no_flush}" if self.flush_calls and self.no_flush else ""
+        self.info["cache_before"] = f"not emptied: {why}" if why else f"emptied with {self.flush_calls[0]}{left}"
+        return not why
 
 
 @asynccontextmanager
@@ -74,7 +80,8 @@ async def open_target(spec: TargetSpec, model: str, log: Path) -> AsyncIterator[
                 info["resolved"] = await _json(session, method, url + path)
         if target.facts.version:
             info["version"] = await _version((line.argv[0], *target.facts.version[1:]))
-        yield RunningTarget(url, str(served[0].get("id") or model), info, target.facts.flush)
+        calls = target.flush_calls(spec.settings)
+        yield RunningTarget(url, str(served[0].get("id") or model), info, calls, target.facts.no_flush)
 
 
 @asynccontextmanager
