@@ -64,7 +64,10 @@ class IntegerGroups(Format):
         return scales, torch.full_like(scales, self.middle)
 
     def _stored(self, scales: torch.Tensor) -> torch.Tensor:
-        scales = scales.to(self.scale_dtype).float()
+        """Scales as they are stored: rounded up, so that the ends of a group are never cut."""
+        stored = scales.to(self.scale_dtype)
+        above = torch.nextafter(stored, torch.full_like(stored, torch.inf))
+        scales = torch.where(stored.float() < scales, above, stored).float()
         return torch.where(scales > 0, scales, torch.ones_like(scales))
 
     def codes(self, groups: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:

@@ -93,7 +93,7 @@ class BitsAndBytesReader(Reader):
     def _same_table(self, name: str, kind: str) -> None:
         """The table of values is a constant of the format, so it is checked and not kept."""
         if self.has(name) and not np.array_equal(self.floats(name), NF4 if kind == "nf4" else DYNAMIC):
-            raise UnsupportedModel(f"tensor {name!r} is not the table of {kind}", field=name)
+            raise CorruptCheckpoint(f"tensor {name!r} is not the table of {kind}", field=name)
 
 
 READER = BitsAndBytesReader
