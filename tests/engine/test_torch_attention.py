@@ -54,22 +54,22 @@ def random_batch(kind: AttentionKind, shape, seed: int, block_tokens: int = 8, s
     width = int(-(-ends.max() // block_tokens)) + 2
     blocks = iter(rng.permutation(len(shape) * width))
     tables = np.full((len(shape), width), -1, np.int32)
-    kv = torch.full((2 * kind.num_kv_heads, len(shape) * width, block_tokens, kind.head_dim), float("nan"))
-    flat = kv.flatten(1, 2)
+    kv = torch.full((len(shape) * width, block_tokens, 2 * kind.num_kv_heads, kind.head_dim), float("nan"))
+    flat = kv.flatten(0, 1)
     rows_k, rows_v = [], []
     for i, (start, length) in enumerate(shape):
         oldest = 0 if kind.window is None else max(0, start - kind.window + 1)
         for j in range(oldest // block_tokens, -(-(start + length) // block_tokens)):
             tables[i, j] = next(blocks)
-            kv[:, tables[i, j]] = 0.0  # begun blocks are zeroed behind the end
+            kv[tables[i, j]] = 0.0  # begun blocks are zeroed behind the end
         positions = np.arange(oldest // block_tokens * block_tokens, start + length)
         slots = torch.from_numpy(
             tables[i, positions // block_tokens].astype(np.int64) * block_tokens + positions % block_tokens
         )
-        fresh = torch.randn(2 * kind.num_kv_heads, len(positions), kind.head_dim)
-        flat[:, slots] = fresh
-        rows_k.append(fresh[: kind.num_kv_heads, -length:].transpose(0, 1))
-        rows_v.append(fresh[kind.num_kv_heads :, -length:].transpose(0, 1))
+        fresh = torch.randn(len(positions), 2 * kind.num_kv_heads, kind.head_dim)
+        flat[slots] = fresh
+        rows_k.append(fresh[-length:, : kind.num_kv_heads])
+        rows_v.append(fresh[-length:, kind.num_kv_heads :])
     spans = Spans(starts, lengths, np.cumsum(lengths) - lengths, tables, block_tokens)
     q = torch.randn(int(lengths.sum()), kind.num_heads, kind.head_dim)
     return spans, q, torch.cat(rows_k), torch.cat(rows_v), LayerCache(kv)
@@ -77,7 +77,7 @@ def random_batch(kind: AttentionKind, shape, seed: int, block_tokens: int = 8, s
 
 def attend(backend, kind, batch) -> torch.Tensor:
     spans, q, k, v, cache = batch
-    prepared = backend.prepare(spans, kind, q.device, q.dtype)
+    prepared = backend.prepare(spans, kind, q.device, q.dtype, cache.kv.dtype)
     return backend.attend(q, k, v, cache, prepared)
 
 

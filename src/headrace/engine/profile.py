@@ -66,8 +66,15 @@ class _TimedAttention:
     def unsupported(self, kind: AttentionKind, device: torch.device, dtype: torch.dtype) -> str | None:
         return self._backend.unsupported(kind, device, dtype)
 
-    def prepare(self, spans: Spans, kind: AttentionKind, device: torch.device, dtype: torch.dtype) -> Any:
-        return self._backend.prepare(spans, kind, device, dtype)
+    def prepare(
+        self,
+        spans: Spans,
+        kind: AttentionKind,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
+    ) -> Any:
+        return self._backend.prepare(spans, kind, device, dtype, kv_dtype)
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, prepared: Any

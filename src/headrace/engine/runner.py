@@ -23,7 +23,7 @@ from headrace.spec.cache import CacheLayout
 
 
 class KVPool:
-    """The KV cache: `kv` [layers_per_group, 2 * kv_heads, blocks, block_tokens, head_dim], key heads before value heads.
+    """The KV cache: `kv` [layers_per_group, blocks, block_tokens, 2 * kv_heads, head_dim], key heads before value heads.
 
     Block b of a group holds, at index s of the first dimension, the group's s-th layer (`CacheLayout.place`). Memory is
     not initialized: nothing is read that was not written, and tails of blocks are zeroed when they are begun.
@@ -32,9 +32,9 @@ class KVPool:
     def __init__(self, layout: CacheLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         shape = (
             layout.layers_per_group,
-            2 * layout.num_kv_heads,
             num_blocks,
             layout.block_tokens,
+            2 * layout.num_kv_heads,
             layout.head_dim,
         )
         if device.type == "cpu":
@@ -42,7 +42,7 @@ class KVPool:
             self.kv = torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).view(shape)
         else:
             self.kv = torch.empty(shape, dtype=dtype, device=device)
-        self._tokens = self.kv.flatten(2, 3)
+        self._tokens = self.kv.flatten(1, 2)
 
     @property
     def nbytes(self) -> int:
@@ -50,11 +50,11 @@ class KVPool:
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         to = self.kv.device
-        found = self.kv.index_select(2, torch.tensor(sources, device=to))
-        self.kv.index_copy_(2, torch.tensor(targets, device=to), found)
+        found = self.kv.index_select(1, torch.tensor(sources, device=to))
+        self.kv.index_copy_(1, torch.tensor(targets, device=to), found)
 
     def zero(self, token_slots: np.ndarray) -> None:
-        self._tokens.index_fill_(2, torch.from_numpy(token_slots).to(self.kv.device), 0)
+        self._tokens.index_fill_(1, torch.from_numpy(token_slots).to(self.kv.device), 0)
 
 
 class Runner:
@@ -76,6 +76,7 @@ class Runner:
         self._attention = attention
         self._device = device
         self._dtype = dtype
+        self._kv_dtype = kv_dtype
         self._kept = torch.empty(0)
         places = [layout.place(i) for i in range(len(decoder.blocks))]
         self._group_of = [group for group, _ in places]
@@ -122,7 +123,7 @@ class Runner:
         prepared: list = [None] * len(self._caches)
         for (group, _), layers in self._shared.items():
             kind = self._decoder.kinds[layers[0]]
-            ready = self._attention.prepare(batch.spans(group), kind, to, self._dtype)
+            ready = self._attention.prepare(batch.spans(group), kind, to, self._dtype, self._kv_dtype)
             for i in layers:
                 prepared[i] = ready
         return StepContext(

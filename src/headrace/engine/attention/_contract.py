@@ -25,27 +25,28 @@ class AttentionKind:
 
 
 class LayerCache:
-    """One layer's keys and values: `kv` [2 * kv_heads, blocks, block_tokens, head_dim], key heads first.
+    """One layer's keys and values: `kv` [blocks, block_tokens, 2 * kv_heads, head_dim], key heads first.
 
-    Heads come first so that a gathered sequence is contiguous per head, which is what a matrix product wants.
+    A token's vectors lie together, so that writing a token and gathering a block are each one contiguous copy; seen as
+    `vectors` [blocks * block_tokens * 2 * kv_heads, head_dim], the pool is a table that kernels can read in place.
     """
 
     def __init__(self, kv: torch.Tensor) -> None:
         self.kv = kv
-        heads, blocks, block_tokens, head_dim = kv.shape
-        self.num_kv_heads = heads // 2
-        self.blocks = kv.view(heads, blocks, block_tokens * head_dim)
-        self._tokens = kv.view(heads, blocks * block_tokens, head_dim)
+        self.num_kv_heads = kv.shape[2] // 2
+        self.blocks = kv.flatten(1)
+        self.vectors = kv.flatten(0, 2)
+        self._tokens = kv.flatten(0, 1).flatten(1)
 
     def write(self, slots: torch.Tensor, kv: torch.Tensor) -> None:
-        """Store `kv` [tokens, 2 * kv_heads, head_dim] at token slots `slots` (block * block_tokens + offset)."""
-        self._tokens.index_copy_(1, slots, kv.transpose(0, 1).to(self._tokens.dtype))
+        """Store `kv` [tokens, 2 * kv_heads * head_dim] at token slots `slots` (block * block_tokens + offset)."""
+        self._tokens.index_copy_(0, slots, kv.to(self._tokens.dtype))
 
     def gather(self, blocks: torch.Tensor, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [rows, kv_heads, tokens, head_dim] of `rows` equally long lists of blocks, given flat."""
-        found = self.blocks.index_select(1, blocks).to(dtype)
-        found = found.view(2, self.num_kv_heads, rows, -1, self.kv.shape[-1])
-        return found[0].transpose(0, 1), found[1].transpose(0, 1)
+        found = self.blocks.index_select(0, blocks).to(dtype)
+        found = found.view(rows, -1, 2 * self.num_kv_heads, self.kv.shape[-1]).transpose(1, 2)
+        return found[:, : self.num_kv_heads], found[:, self.num_kv_heads :]
 
 
 class AttentionBackend(Protocol):
@@ -57,8 +58,16 @@ class AttentionBackend(Protocol):
         """None if this backend computes `kind` there, else the reason in one line."""
         ...
 
-    def prepare(self, spans: Spans, kind: AttentionKind, device: torch.device, dtype: torch.dtype) -> Any:
-        """What all layers of one group and kind share in a step: indices, masks, buckets."""
+    def prepare(
+        self,
+        spans: Spans,
+        kind: AttentionKind,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
+    ) -> Any:
+        """What all layers of one group and kind share in a step: indices, masks, buckets. `kv_dtype`: the cache's, the
+        queries' `dtype` if None."""
         ...
 
     def attend(

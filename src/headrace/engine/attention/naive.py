@@ -21,7 +21,14 @@ class Naive:
     def unsupported(self, kind: AttentionKind, device: torch.device, dtype: torch.dtype) -> str | None:
         return None
 
-    def prepare(self, spans: Spans, kind: AttentionKind, device: torch.device, dtype: torch.dtype) -> _Prepared:
+    def prepare(
+        self,
+        spans: Spans,
+        kind: AttentionKind,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
+    ) -> _Prepared:
         return _Prepared(spans, kind)
 
     def attend(
@@ -43,7 +50,7 @@ def _sequence(
     end = start + len(q)
     oldest = 0 if kind.window is None else max(0, start - kind.window + 1)
     slots = torch.tensor([table[p // block_tokens] * block_tokens + p % block_tokens for p in range(oldest, end)])
-    kv = cache.kv.flatten(1, 2)[:, slots.to(q.device)].float()  # [2 * kv_heads, keys, head_dim]
+    kv = cache.kv.flatten(0, 1)[slots.to(q.device)].float().transpose(0, 1)  # [2 * kv_heads, keys, head_dim]
     group = kind.num_heads // kind.num_kv_heads
     keys = kv[: kind.num_kv_heads].repeat_interleave(group, 0)
     values = kv[kind.num_kv_heads :].repeat_interleave(group, 0)

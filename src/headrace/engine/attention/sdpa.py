@@ -1,7 +1,8 @@
 """torch's scaled dot product attention over gathered blocks, a few calls per layer for any mix of sequences.
 
-Sequences of similar shape form a *bucket* and are computed by one call, padded to the bucket's longest; how to cut a batch
-into buckets is chosen by a small cost model. Three kinds of bucket:
+Single queries in fp32 on the CPU, most of a server's rows, read the pool in place (`_in_place`). The others form *buckets* of
+sequences of similar shape, each computed by one call, padded to the bucket's longest; how to cut a batch into buckets is
+chosen by a small cost model. Three kinds of bucket:
 * decode (one query each): the query heads of a KV head become rows of one product, so a key is read once per group; where
   sequences share their first blocks, these are read once for all of them and the two parts joined by their log-sums;
 * fresh (nothing in the cache yet): the step's own keys, causal, no gather and no mask;
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace.engine.attention._contract import AttentionKind, LayerCache, Spans
+from headrace.engine.attention._in_place import InPlace, computes_in_place
 
 _CALL_BYTES = 400_000
 """KV bytes whose reading takes as long as the extra calls of one more bucket (measured on two cores)."""
@@ -51,6 +53,7 @@ class _Bucket:
 class _Prepared:
     kind: AttentionKind
     buckets: Sequence[_Bucket]
+    in_place: InPlace | None
 
 
 class SDPA:
@@ -59,7 +62,14 @@ class SDPA:
     def unsupported(self, kind: AttentionKind, device: torch.device, dtype: torch.dtype) -> str | None:
         return None
 
-    def prepare(self, spans: Spans, kind: AttentionKind, device: torch.device, dtype: torch.dtype) -> _Prepared:
+    def prepare(
+        self,
+        spans: Spans,
+        kind: AttentionKind,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
+    ) -> _Prepared:
         single = spans.lengths == 1
         fresh = ~single & (spans.starts == 0)
         cached = ~single & ~fresh
@@ -69,15 +79,21 @@ class SDPA:
         if kind.softcap is None and kind.sinks is None:
             families, separate = maker.families(separate)
             buckets.extend(maker.decode(members, common) for members, common in families)
-        buckets.extend(maker.decode(members) for members in maker.decode_groups(separate))
+        in_place = None
+        if len(separate) and computes_in_place(kind, device, dtype, kv_dtype or dtype):
+            in_place = InPlace(spans, kind, separate)
+        else:
+            buckets.extend(maker.decode(members) for members in maker.decode_groups(separate))
         buckets.extend(maker.fresh(members) for members in maker.similar(np.flatnonzero(fresh)))
         buckets.extend(maker.cached(members) for members in maker.similar(np.flatnonzero(cached)))
-        return _Prepared(kind, buckets)
+        return _Prepared(kind, buckets, in_place)
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, prepared: _Prepared
     ) -> torch.Tensor:
-        kind, buckets = prepared.kind, prepared.buckets
+        kind, buckets, in_place = prepared.kind, prepared.buckets, prepared.in_place
+        if in_place is not None and in_place.rows is None:
+            return in_place.attend(q, cache)
         if len(buckets) == 1 and buckets[0].rows is None:
             return _bucket(q, k, v, cache, kind, buckets[0])
         out = torch.empty(q.shape[0], kind.num_heads * kind.head_dim, dtype=q.dtype, device=q.device)
@@ -86,6 +102,8 @@ class SDPA:
             if b.real is not None:
                 part = part.index_select(0, b.real)
             out.index_copy_(0, b.targets, part)
+        if in_place is not None:
+            out.index_copy_(0, in_place.rows, in_place.attend(q.index_select(0, in_place.rows), cache))
         return out
 
 

@@ -32,7 +32,7 @@ class StepContext:
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         """Write the step's keys and values, then attend: q [tokens, heads, dim] → [tokens, heads * dim].
 
-        `kv` [tokens, 2 * kv_heads, dim] is k and v in one view.
+        `kv` [tokens, 2 * kv_heads * dim] is k and v in one view.
         """
         cache = self.caches[layer]
         cache.write(self.write_slots[self.group_of[layer]], kv)

@@ -66,14 +66,15 @@ class AttentionBlock:
     def _attended(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         kind = self.kind
         heads, kv_heads = kind.num_heads, kind.num_kv_heads
-        qkv = self._qkv(x).view(-1, heads + 2 * kv_heads, kind.head_dim)
-        q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+        flat = self._qkv(x)
+        qkv = flat.view(-1, heads + 2 * kv_heads, kind.head_dim)
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
         if self._norms is not None:
             self._norms[0].apply_(q)
             self._norms[1].apply_(k)
         if self._rope is not None:
             rotate(qkv[:, : heads + kv_heads], step.rotations[self._rope], self._rope_dim)
-        return step.attend(self.index, q, k, v, qkv[:, heads:])
+        return step.attend(self.index, q, k, v, flat[:, heads * kind.head_dim :])
 
     def replace_linears(self, change: Callable[[Linear], Any]) -> None:
         self._qkv, self._out = change(self._qkv), change(self._out)
