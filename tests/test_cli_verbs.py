@@ -92,6 +92,9 @@ def test_version() -> None:
         (["serve", "no-such"], "no-such"),
         (["serve", "smollm2-135m", "--log-level", "loud"], "log_level"),
         (["serve", "smollm2-135m", "--chat-template", "/no/such/file"], "chat_template"),
+        (["chat", "smollm2-135m", "--chat-template", "/no/such/file"], "chat_template"),
+        (["generate", "smollm2-135m", "--chat", "--prompt", "x", "--chat-template", "/no/such/file"], "chat_template"),
+        (["generate", "smollm2-135m", "--prompt", "x", "--chat-template", "/no/such/file"], "--chat"),
     ],
 )
 def test_wrong_input_is_one_line_and_code_2(
@@ -154,15 +157,42 @@ def test_generate_as_json_from_stdin_with_several_answers() -> None:
     assert body["timings_s"]["process start to first token"] > 0
 
 
-@pytest.mark.model
-def test_dummy_weights_for_any_config(tmp_path: Path) -> None:
+DUMMY = ["--load-format", "dummy", "--backend", "torch", "--temperature", "0", "--max-tokens", "9"]
+
+
+def dummy_model(folder: Path) -> str:
+    """A folder with nothing but a config: random weights, a tokenizer of plain bytes, no chat template."""
     config = {
         "model_type": "llama", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
         "architectures": ["LlamaForCausalLM"],
     }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    common = [str(tmp_path), "--load-format", "dummy", "--backend", "torch", "--temperature", "0", "--max-tokens", "9"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.model
+def test_a_chat_template_from_a_file(tmp_path: Path) -> None:
+    """What errors about templates advise works for both verbs; the server's is in test_serve_real."""
+    common = [dummy_model(tmp_path), *DUMMY]
+    file = tmp_path / "own.jinja"
+    file.write_text("<{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}>")
+    chat = ["--chat", "--prompt", "hello", "--json", "--ignore-eos"]
+    refused = run("generate", *common, *chat, code=1)
+    assert "--chat-template FILE" in refused.stderr
+    answered = json.loads(run("generate", *common, *chat, "--chat-template", str(file)).stdout)
+    plain = json.loads(run("generate", *common, "--prompt", "<u:hello;>", "--json", "--ignore-eos").stdout)
+    assert answered["completions"][0]["token_ids"] == plain["completions"][0]["token_ids"]
+    said = run("chat", *common, "--ignore-eos", "--chat-template", str(file), stdin="hello\n")
+    assert plain["completions"][0]["text"].strip()[:3] in said.stdout
+    assert "--chat-template FILE" in run("chat", *common, stdin="hello\n").stdout
+    file.write_text("{% for %}")
+    assert "does not compile" in run("generate", *common, *chat, "--chat-template", str(file), code=1).stderr
+
+
+@pytest.mark.model
+def test_dummy_weights_for_any_config(tmp_path: Path) -> None:
+    common = [dummy_model(tmp_path), *DUMMY]
     first, second, third = (
         json.loads(run("generate", *common, "--prompt", "hello", "--json", "--ignore-eos", "--dummy-seed", seed).stdout)
         for seed in ("1", "1", "2")

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -66,29 +67,31 @@ class Delta:
 
 
 class LLM:
-    """A model, loaded and ready. Options are the fields of `EngineConfig`. Use it as a context manager or call `close`.
+    """A model, loaded and ready. Options are the fields of `EngineConfig`; `chat_template` is a Jinja file to use instead
+    of the model's own. Use it as a context manager or call `close`.
 
     Methods block; several threads may call them at once, their requests are batched together.
     """
 
-    def __init__(self, model: str, **options: Any) -> None:
+    def __init__(self, model: str, *, chat_template: str | Path | None = None, **options: Any) -> None:
         known = {f.name for f in fields(EngineConfig)}
         for name in options:
             if name not in known:
                 raise InvalidInput(
                     f"unknown option {name!r}", field=name, remedy="known: " + ", ".join(sorted(known - {"model"}))
                 )
-        self._start(EngineConfig(model=model, **options))
+        self._start(EngineConfig(model=model, **options), chat_template)
 
     @classmethod
-    def from_config(cls, config: EngineConfig) -> LLM:
+    def from_config(cls, config: EngineConfig, chat_template: str | Path | None = None) -> LLM:
         """The same from options that are checked already."""
         llm = cls.__new__(cls)
-        llm._start(config)
+        llm._start(config, chat_template)
         return llm
 
-    def _start(self, config: EngineConfig) -> None:
+    def _start(self, config: EngineConfig, chat_template: str | Path | None) -> None:
         self.config = config
+        self._chat_template = None if chat_template is None else Path(chat_template)
         self.files = locate(config.model, revision=config.revision)
         # The tokenizer is built while the weights load: both spend most of their time outside of Python.
         with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as side:
@@ -103,7 +106,7 @@ class LLM:
     def _load_text(self) -> float:
         begin_s = time.monotonic()
         self.tokenizer = load_tokenizer(self.files)
-        self.template = load_template(self.files, self.tokenizer)
+        self.template = load_template(self.files, self.tokenizer, self._chat_template)
         return time.monotonic() - begin_s
 
     @property

@@ -8,6 +8,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,6 +16,10 @@ import typer
 from headrace.base.errors import InvalidInput
 from headrace.control.params import SamplingParams
 from headrace.spec.config import EngineConfig
+
+ChatTemplateFile = Annotated[
+    Path | None, typer.Option("--chat-template", help="Jinja file to use instead of the model's chat template.")
+]
 
 
 def options_of(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace.base.errors import HeadraceError
-from headrace.cli._options import engine_options, sampling_options
+from headrace.cli._options import ChatTemplateFile, engine_options, sampling_options
 from headrace.control.params import SamplingParams
 from headrace.spec.config import EngineConfig
 
@@ -27,6 +27,7 @@ HINT = "Ctrl-C cuts an answer short · " + HELP
 def chat(
     *,
     system: Annotated[str | None, typer.Option(help="System message at the start of the conversation.")] = None,
+    chat_template: ChatTemplateFile = None,
     params: SamplingParams,
     config: EngineConfig,
 ) -> None:
@@ -37,7 +38,7 @@ def chat(
 
     console = Console(highlight=False)
     with console.status("loading the model"):
-        llm = LLM.from_config(config)
+        llm = LLM.from_config(config, chat_template)
     with llm:
         console.print(HINT, style="dim")
         Conversation(llm, params, console, system).run(_ask(console))

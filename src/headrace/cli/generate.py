@@ -10,7 +10,7 @@ import typer
 
 from headrace.base.errors import InvalidInput
 from headrace.base.process import process_start_s
-from headrace.cli._options import engine_options, sampling_options
+from headrace.cli._options import ChatTemplateFile, engine_options, sampling_options
 from headrace.control.params import SamplingParams
 from headrace.spec.config import EngineConfig
 
@@ -24,6 +24,7 @@ def generate(
     *,
     prompt: Annotated[list[str], typer.Option(help="Text to continue; - reads it from stdin. May be repeated.")],
     chat: Annotated[bool, typer.Option("--chat", help="Take each prompt as a user's message and answer it.")] = False,
+    chat_template: ChatTemplateFile = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
     timings: Annotated[bool, typer.Option("--timings", help="Say where the time to the first token went.")] = False,
     params: SamplingParams,
@@ -34,9 +35,11 @@ def generate(
     prompts = [sys.stdin.read() if text == "-" else text for text in prompt]
     if not all(prompts):
         raise InvalidInput("is empty", field="prompt")
+    if chat_template is not None and not chat:
+        raise InvalidInput("has no meaning without --chat", field="chat_template")
     from headrace.llm import LLM
 
-    with LLM.from_config(config) as llm:
+    with LLM.from_config(config, chat_template) as llm:
         inputs: list[Any] = (
             [llm.chat_prompt([{"role": "user", "content": p}]) for p in prompts] if chat else list(prompts)
         )

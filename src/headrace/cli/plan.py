@@ -10,32 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headrace.cli._plan_options import SpreadTarget, Target, spread_options, target_options
+
 if TYPE_CHECKING:
     from headrace.plan.deployment import Inputs
+    from headrace.plan.search import Candidate, Rejected
 
 MODEL = Annotated[str, typer.Argument(help="catalog name, hub id, folder, .gguf or config.json", show_default=False)]
-GPU = Annotated[str, typer.Option(help="GPU of the catalog (headrace plan gpus lists them)")]
-GPUS = Annotated[int, typer.Option(help="GPUs in all")]
-TP = Annotated[int | None, typer.Option(help="tensor-parallel ranks; default: all GPUs", show_default=False)]
-PP = Annotated[int, typer.Option(help="pipeline stages")]
-DP = Annotated[int, typer.Option(help="attention replicas (data-parallel attention)")]
-EP = Annotated[int, typer.Option(help="ranks over which experts are spread")]
 ENGINE = Annotated[str, typer.Option(help="headrace, vllm, sglang, tensorrt-llm or llama-cpp")]
-VERSION = Annotated[str, typer.Option("--engine-version", help="engine version; default: the newest known")]
-WEIGHTS = Annotated[str, typer.Option(help="precision of the weights; auto: the checkpoint's")]
-KV = Annotated[str, typer.Option(help="precision of the KV cache; auto: the engine's default")]
-FRACTION = Annotated[
-    float | None, typer.Option("--memory-fraction", help="the engine's memory fraction", show_default=False)
-]
-BATCHED = Annotated[int | None, typer.Option("--max-batched-tokens", help="token budget of a step", show_default=False)]
-SEQS = Annotated[
-    int | None, typer.Option("--max-num-seqs", help="most sequences that run together", show_default=False)
-]
-DRAFTS = Annotated[int, typer.Option("--draft-tokens", help="speculation: proposals per step")]
 ACCEPTANCE = Annotated[float, typer.Option(help="speculation: chance that a proposal is accepted")]
 HITS = Annotated[float, typer.Option("--prefix-hit-rate", help="share of prompt tokens found in the prefix cache")]
 PRICE = Annotated[float | None, typer.Option(help="dollars per GPU-hour instead of the catalog's", show_default=False)]
-EAGER = Annotated[bool, typer.Option("--eager", help="no captured graphs")]
 JSON = Annotated[bool, typer.Option("--json", help="print JSON on stdout")]
 
 
@@ -55,25 +40,11 @@ def register(app: typer.Typer) -> None:
     plan.command("web")(web)
 
 
+@spread_options
 def fit(
-    model: MODEL,
-    gpu: GPU = "h100-sxm-80",
-    gpus: GPUS = 1,
-    tp: TP = None,
-    pp: PP = 1,
-    dp: DP = 1,
-    ep: EP = 1,
-    weights: WEIGHTS = "auto",
-    kv: KV = "auto",
+    target: SpreadTarget,
     context: Annotated[int | None, typer.Option(help="tokens of one request; default: the model's longest")] = None,
     users: Annotated[int | None, typer.Option(help="also say the longest context for this many users")] = None,
-    engine: ENGINE = "vllm",
-    engine_version: VERSION = "",
-    memory_fraction: FRACTION = None,
-    max_batched_tokens: BATCHED = None,
-    max_num_seqs: SEQS = None,
-    draft_tokens: DRAFTS = 0,
-    eager: EAGER = False,
     explain: Annotated[bool, typer.Option("--explain", help="print the derivation line by line")] = False,
     report: Annotated[Path | None, typer.Option(help="write a self-contained HTML report")] = None,
     as_json: JSON = False,
@@ -81,29 +52,10 @@ def fit(
     """Memory: does it fit, how many users, which term limits."""
     from headrace.base.errors import InvalidInput
     from headrace.base.units import format_bytes
-    from headrace.plan.deployment import Inputs
     from headrace.plan.fit import fit as plan_fit
     from headrace.plan.fit import max_context_for
 
-    inputs = Inputs(
-        model=model,
-        gpu=gpu,
-        n_gpus=gpus,
-        tp=tp,
-        pp=pp,
-        dp=dp,
-        ep=ep,
-        engine=engine,
-        engine_version=engine_version,
-        weights=weights,
-        kv=kv,
-        memory_fraction=memory_fraction,
-        max_model_len=context,
-        max_batched_tokens=max_batched_tokens,
-        max_num_seqs=max_num_seqs,
-        draft_tokens=draft_tokens,
-        eager=eager,
-    )
+    inputs = target.inputs(max_model_len=context)
     if users is not None and users < 1:
         raise InvalidInput(f"users must be at least 1, got {users}", field="users")
     found = plan_fit(inputs, context)
@@ -129,25 +81,12 @@ def fit(
         print("\n".join(found.explain))
 
 
+@spread_options
 def perf(
-    model: MODEL,
-    gpu: GPU = "h100-sxm-80",
-    gpus: GPUS = 1,
-    tp: TP = None,
-    pp: PP = 1,
-    dp: DP = 1,
-    ep: EP = 1,
-    weights: WEIGHTS = "auto",
-    kv: KV = "auto",
-    engine: ENGINE = "vllm",
-    engine_version: VERSION = "",
+    target: SpreadTarget,
     isl: Annotated[int, typer.Option(help="prompt tokens")] = 1024,
     osl: Annotated[int, typer.Option(help="answer tokens")] = 256,
     concurrency: Annotated[int | None, typer.Option(help="requests in flight; default: as many as fit")] = None,
-    memory_fraction: FRACTION = None,
-    max_batched_tokens: BATCHED = None,
-    max_num_seqs: SEQS = None,
-    draft_tokens: DRAFTS = 0,
     acceptance: ACCEPTANCE = 0.7,
     prefix_hit_rate: HITS = 0.0,
     price: PRICE = None,
@@ -158,29 +97,13 @@ def perf(
     as_json: JSON = False,
 ) -> None:
     """Latency, throughput and dollars at a load, each with a 90 % interval and a grade."""
-    from headrace.plan.deployment import Inputs
     from headrace.plan.perf import perf as plan_perf
     from headrace.plan.search import tornado
 
-    inputs = Inputs(
-        model=model,
-        gpu=gpu,
-        n_gpus=gpus,
-        tp=tp,
-        pp=pp,
-        dp=dp,
-        ep=ep,
-        engine=engine,
-        engine_version=engine_version,
-        weights=weights,
-        kv=kv,
-        memory_fraction=memory_fraction,
-        max_batched_tokens=max_batched_tokens,
-        max_num_seqs=max_num_seqs,
+    inputs = target.inputs(
         isl=isl,
         osl=osl,
         concurrency=concurrency,
-        draft_tokens=draft_tokens,
         acceptance=acceptance,
         prefix_hit_rate=prefix_hit_rate,
         gpu_price_usd_h=price,
@@ -218,6 +141,11 @@ def rank(
     ] = "premium-chat",
     gpu: Annotated[list[str] | None, typer.Option(help="restrict to this GPU (repeatable)")] = None,
     gpus: Annotated[list[int] | None, typer.Option(help="GPU counts to try (repeatable); default 1, 2, 4, 8")] = None,
+    pp: Annotated[list[int] | None, typer.Option(help="pipeline stages to try (repeatable); default 1 and 2")] = None,
+    dp: Annotated[
+        list[int] | None,
+        typer.Option(help="attention replicas to try, for models with experts (repeatable); default 1, 2, 4, 8"),
+    ] = None,
     weights: Annotated[
         list[str] | None, typer.Option(help="weight precisions to try (repeatable); default: auto and fp8")
     ] = None,
@@ -269,6 +197,8 @@ def rank(
             engine=engine,
             gpus=tuple(gpu or ()),
             counts=tuple(gpus or (1, 2, 4, 8)),
+            pp=tuple(pp or (1, 2)),
+            dp=tuple(dp or (1, 2, 4, 8)),
             weights=tuple(weights or ("auto", "fp8")),
             kv=tuple(kv or ("auto", "fp8")),
             min_users=users,
@@ -286,24 +216,19 @@ def rank(
         )
         size = "" if c.fleet is None else f", fleet {c.fleet.instances} x {c.gpus}"
         print(
-            f"{n:>2}. {c.gpus} x {c.gpu:<16} {c.weights:<12} KV {c.kv:<5} batch {c.concurrency:<4} {usd:>10}  "
+            f"{n:>2}. {c.gpus} x {c.gpu:<16} {_layout(c):<14} {c.weights:<12} KV {c.kv:<5} batch {c.concurrency:<4} {usd:>10}  "
             f"TTFT {c.ttft_ms.value:.0f} ms, {c.tpot_ms.value:.1f} ms/token{size}"
         )
     if not found.candidates:
         print("nothing meets these service levels")
     print(f"{len(found.rejected)} rejected:")
     for r in found.rejected[:15]:
-        print(f"    {r.gpus} x {r.gpu} {r.weights} KV {r.kv}: {r.reason} -> {r.change}")
+        print(f"    {r.gpus} x {r.gpu} {_layout(r)} {r.weights} KV {r.kv}: {r.reason} -> {r.change}")
 
 
+@target_options
 def simulate(
-    model: MODEL,
-    gpu: GPU = "h100-sxm-80",
-    gpus: GPUS = 1,
-    tp: TP = None,
-    weights: WEIGHTS = "auto",
-    kv: KV = "auto",
-    engine: ENGINE = "vllm",
+    target: Target,
     arrivals: Annotated[str, typer.Option(help="closed, poisson or trace")] = "closed",
     isl: Annotated[int, typer.Option(help="prompt tokens (closed, poisson)")] = 1024,
     osl: Annotated[int, typer.Option(help="answer tokens (closed, poisson)")] = 256,
@@ -315,14 +240,11 @@ def simulate(
     requests: Annotated[int, typer.Option(help="how many requests")] = 100,
     ttft_ms: Annotated[float | None, typer.Option(help="service level for goodput", show_default=False)] = None,
     tpot_ms: Annotated[float | None, typer.Option(help="service level for goodput", show_default=False)] = None,
-    max_batched_tokens: BATCHED = None,
-    max_num_seqs: SEQS = None,
     seed: Annotated[int, typer.Option(help="seed of arrivals and lengths")] = 0,
     as_json: JSON = False,
 ) -> None:
     """Run the engine's own scheduler on a virtual clock against the cost model: percentiles, goodput, prefix hits."""
     from headrace.base.errors import InvalidInput
-    from headrace.plan.deployment import Inputs
     from headrace.plan.simulate import simulate as plan_simulate
     from headrace.spec import workload
 
@@ -337,19 +259,8 @@ def simulate(
             stream = workload.trace(trace, requests, speed)
         case _:
             raise InvalidInput(f"arrivals must be closed, poisson or trace, got {arrivals!r}", field="arrivals")
-    inputs = Inputs(
-        model=model,
-        gpu=gpu,
-        n_gpus=gpus,
-        tp=tp,
-        engine=engine,
-        weights=weights,
-        kv=kv,
-        max_batched_tokens=max_batched_tokens,
-        max_num_seqs=max_num_seqs,
-    )
     found = plan_simulate(
-        inputs,
+        target.inputs(),
         stream,
         closed_loop=concurrency if arrivals == "closed" else None,
         slo=workload.Slo(ttft_ms, tpot_ms),
@@ -366,15 +277,10 @@ def simulate(
     print(f"  prefix hits {found.prefix_hit_rate:.1%}, preemptions {found.preemptions}, refused {found.refused}")
 
 
+@spread_options
 def report(
-    model: MODEL,
+    target: SpreadTarget,
     out: Annotated[Path, typer.Option(help="HTML file; PNG and SVG pictures go beside it with --pictures")],
-    gpu: GPU = "h100-sxm-80",
-    gpus: GPUS = 1,
-    tp: TP = None,
-    weights: WEIGHTS = "auto",
-    kv: KV = "auto",
-    engine: ENGINE = "vllm",
     isl: Annotated[int, typer.Option(help="prompt tokens")] = 1024,
     osl: Annotated[int, typer.Option(help="answer tokens")] = 256,
     concurrency: Annotated[int, typer.Option(help="requests in flight")] = 16,
@@ -383,21 +289,7 @@ def report(
     pictures: Annotated[Path | None, typer.Option(help="folder for each chart as PNG and SVG")] = None,
 ) -> None:
     """One self-contained HTML report with every chart; it opens offline."""
-    from headrace.plan.deployment import Inputs
-
-    inputs = Inputs(
-        model=model,
-        gpu=gpu,
-        n_gpus=gpus,
-        tp=tp,
-        engine=engine,
-        weights=weights,
-        kv=kv,
-        isl=isl,
-        osl=osl,
-        concurrency=concurrency,
-        gpu_price_usd_h=price,
-    )
+    inputs = target.inputs(isl=isl, osl=osl, concurrency=concurrency, gpu_price_usd_h=price)
     _write_report(inputs, out, preset, pictures)
 
 
@@ -506,6 +398,10 @@ def _print(values: Mapping[str, Any]) -> None:
 def _notes(notes: tuple[str, ...]) -> None:
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
+
+
+def _layout(cut: Candidate | Rejected) -> str:
+    return " ".join(f"{name}{n}" for name in ("tp", "pp", "dp", "ep") if (n := getattr(cut, name)) > 1 or name == "tp")
 
 
 def _figure(figure: Any) -> str:

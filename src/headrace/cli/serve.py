@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.base.errors import InvalidInput
-from headrace.cli._options import engine_options
+from headrace.cli._options import ChatTemplateFile, engine_options
 from headrace.spec.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -40,9 +40,7 @@ def serve(
     generation_config: Annotated[
         bool, typer.Option(help="Take sampling that a request leaves unset from the model's generation_config.json.")
     ] = True,
-    chat_template: Annotated[
-        Path | None, typer.Option(help="Jinja file to use instead of the model's template.")
-    ] = None,
+    chat_template: ChatTemplateFile = None,
     max_waiting: Annotated[int, typer.Option(help="Sequences that may wait before clients get 429.")] = 512,
     max_sequences: Annotated[int, typer.Option(help="Most sequences of one request: prompts times n.")] = 256,
     max_body_bytes: Annotated[int, typer.Option(help="Largest request body.")] = 8 * 2**20,
@@ -138,16 +136,9 @@ async def _serve(
 
 def _texts(files: ModelFiles, chat_template: Path | None) -> tuple[Tokenizer, ChatTemplate]:
     from headrace.text.load import load_template, load_tokenizer
-    from headrace.text.template import ChatTemplate
 
     tokenizer = load_tokenizer(files)
-    if chat_template is None:
-        return tokenizer, load_template(files, tokenizer)
-    try:
-        source = chat_template.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"cannot read {chat_template}: {error}", field="chat_template") from None
-    return tokenizer, ChatTemplate(source, tokenizer.special_tokens)
+    return tokenizer, load_template(files, tokenizer, chat_template)
 
 
 def _pages() -> Mapping[str, ASGIApp]:

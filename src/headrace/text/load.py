@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from headrace.base.errors import InvalidInput
 from headrace.spec.locate import ModelFiles
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
@@ -16,8 +19,19 @@ def load_tokenizer(files: ModelFiles) -> Tokenizer:
     return Tokenizer.from_folder(files.root)
 
 
-def load_template(files: ModelFiles, tokenizer: Tokenizer) -> ChatTemplate:
-    """The model's chat template; one that refuses, with a remedy, if the model has none."""
+def load_template(files: ModelFiles, tokenizer: Tokenizer, given: Path | None = None) -> ChatTemplate:
+    """The chat template in the Jinja file `given`, else the model's; one that refuses, with a remedy, if it has none.
+
+    `InvalidInput` (field `chat_template`) for a file that cannot be read, `UnsupportedModel` for one that does not compile.
+    """
+    if given is not None:
+        try:
+            source = given.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidInput(f"cannot read {given}: {error}", field="chat_template") from None
+        template = ChatTemplate(source, tokenizer.special_tokens)
+        template.compile()
+        return template
     if files.kind == "gguf":
         return ChatTemplate.from_gguf(files.gguf().metadata, tokenizer.special_tokens)
     return ChatTemplate.from_folder(files.root, tokenizer.special_tokens)
