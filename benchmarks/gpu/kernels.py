@@ -1,4 +1,7 @@
-"""Attention kernels alone on the 7B shape beside their floors, over several configurations: `kernels.py [decode] [prefill]`."""
+"""Attention kernels alone on the 7B shape beside their floors, over several configurations.
+
+`kernels.py [decode] [cascade] [prefill] [short]`; every line is one shape, best configuration first.
+"""
 
 # ruff: noqa: B023 - every closure here is called within the iteration that made it
 
@@ -11,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from headrace.engine.kernels.decode import DecodeWorkspace, decode_attention
-from headrace.engine.kernels.prefill import prefill_attention
+from headrace.engine.kernels.prefill import PrefillWorkspace, prefill_attention
 from headrace.engine.tune import graph_us
 
 H, KV, D, BT = 32, 8, 128, 16
@@ -46,7 +49,17 @@ def all_compile(launches) -> list[bool]:
 
 def decode() -> None:
     angles = torch.rand(20480, D, device=DEVICE)
-    for rows, context in ((1, 128), (1, 2048), (1, 16384), (8, 640), (64, 640), (256, 640), (64, 2200)):
+    for rows, context in (
+        (1, 160),
+        (1, 2048),
+        (1, 16384),
+        (8, 640),
+        (16, 640),
+        (32, 640),
+        (64, 640),
+        (128, 640),
+        (256, 640),
+    ):
         layers = max(2, min(32, (400 << 20) // (rows * context * KV * D * 4)))
         pools = [pool(rows * context) for _ in range(layers)]
         blocks = context // BT
@@ -65,22 +78,17 @@ def decode() -> None:
                 )  # fmt: skip
 
         fitting = sorted(
-            {max(1, -(-p * 132 // (rows * KV))) for p in (2, 4, 8, 12)} | ({1, 2} if rows >= 64 else set())
+            {max(1, -(-p * 132 // (rows * KV))) for p in (2, 3, 4, 8)} | ({1, 2, 4} if rows >= 8 else set())
         )
         tried = [
             (n, w, s, min(100, sp), mc)
             for n, w, s in (
-                (64, 2, 3),
-                (64, 2, 4),
-                (64, 1, 3),
-                (32, 1, 5),
-                (128, 2, 3),
-                (128, 4, 4),
-                (32, 2, 6),
+                (64, 2, 3), (64, 2, 4), (64, 1, 3), (32, 1, 5), (32, 1, 4), (32, 1, 3), (64, 4, 2), (64, 4, 3),
+                (128, 4, 2), (128, 4, 3), (32, 2, 4), (32, 2, 6), (64, 1, 4), (64, 2, 2),
             )
             for sp in fitting
             for mc in ((64, 128) if rows == 1 else (128, 256))
-        ]
+        ]  # fmt: skip
         kinds = sorted({c[:3] for c in tried})
         good = dict(zip(kinds, all_compile([lambda k=k: run((*k, 2, 128), pools[:1]) for k in kinds]), strict=True))
         torch.cuda.synchronize()
@@ -94,43 +102,79 @@ def decode() -> None:
         pools.clear()  # the next shape needs the memory
 
 
+def cascade() -> None:
+    """64 rows that share 2,048 tokens and have 128 of their own."""
+    rows, shared, own = 64, 2048, 128
+    angles = torch.rand(20480, D, device=DEVICE)
+    pools = [pool(shared + rows * own) for _ in range(16)]
+    common = torch.randperm(shared // BT, device=DEVICE).int()
+    rest = (shared // BT + torch.randperm(rows * own // BT, device=DEVICE)).int().view(rows, -1)
+    tables = torch.cat([common.expand(rows, -1), rest], 1).contiguous()
+    qkv = torch.randn(rows, (H + 2 * KV) * D, device=DEVICE, dtype=torch.bfloat16)
+    out = torch.zeros(rows, H * D, device=DEVICE, dtype=torch.bfloat16)
+    slots, positions, firsts = ints(range(rows)), ints([shared + own - 1] * rows), ints([shared] * rows)
+    tiles = ints([[r, r + 16, shared] for r in range(0, rows, 16)])
+    work = DecodeWorkspace(rows, KV, H // KV, D, lambda n: 40, DEVICE)
+
+    def run(config, which):
+        block_n, warps, stages, prefix_splits = config
+        for kv in which:
+            decode_attention(
+                qkv, out, kv, tables, slots, positions, work, H, scale=D**-0.5, cos_sin=angles, rope_dim=D, splits=1,
+                min_chunk=512, block_n=block_n, num_warps=warps, stages=stages, pdl=True, firsts=firsts, tiles=tiles,
+                prefix_splits=prefix_splits,
+            )  # fmt: skip
+
+    tried = [(n, w, s, p) for n, w, s in ((64, 2, 3), (64, 4, 2), (32, 1, 4), (32, 2, 4)) for p in (2, 4, 8)]
+    good = all_compile([lambda c=c: run(c, pools[:1]) for c in tried])
+    torch.cuda.synchronize()
+    timed = sorted(
+        (graph_us(lambda c=c: run(c, pools), len(pools), 5), c) for c, g in zip(tried, good, strict=True) if g
+    )
+    report(step="cascade", rows=rows, shared=shared, own=own, all=[(round(t, 1), c) for t, c in timed])
+
+
 def prefill() -> None:
-    configs = [
-        (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3), (64, 64, 4, 4), 
-        (256, 64, 8, 2), (256, 64, 8, 3), (128, 128, 4, 2), (128, 32, 4, 4), (256, 128, 8, 2), (64, 32, 4, 4),
-    ]  # fmt: skip
-    for start, length in ((0, 1024), (0, 4096), (0, 8192), (8192, 8192), (2048, 512)):
+    configs = [(128, 64, 8, 3), (128, 128, 8, 3), (64, 64, 4, 3), (256, 64, 8, 3)]
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    for start, length in ((0, 512), (0, 1024), (0, 4096), (0, 8192), (8192, 8192), (2048, 512)):
         kv = pool(start + length)
         blocks = -(-(start + length) // BT)
         tables = torch.randperm(blocks, device=DEVICE).int().view(1, blocks)
         qkv = torch.randn(length, (H + 2 * KV) * D, device=DEVICE, dtype=torch.bfloat16)
         out = torch.zeros(length, H * D, device=DEVICE, dtype=torch.bfloat16)
-        chunks = ints([[0, start, length, 0]])
+        chunks, offsets = ints([[0, start, length, 0]]), ints([0])
+        gathered = torch.zeros(max(start, 128), 2 * KV * D, device=DEVICE, dtype=torch.bfloat16)
+
+        def tiles(rows):
+            return ints([[0, m] for m in range((length - 1) // rows * rows, -1, -rows)])
 
         def run(config):
             bm, bn, warps, stages = config
-            tiles = ints([[0, m] for m in range((length - 1) // bm * bm, -1, -bm)])
+            these = tiles(bm)
             return lambda: prefill_attention(
-                qkv,
-                out,
-                kv,
-                tables,
-                chunks,
-                tiles,
-                H,
-                scale=D**-0.5,
-                block_m=bm,
-                block_n=bn,
-                num_warps=warps,
-                stages=stages,
-            )
+                qkv, out, kv, tables, chunks, these, H, scale=D**-0.5, block_m=bm, block_n=bn, num_warps=warps, stages=stages
+            )  # fmt: skip
 
         launches = [run(c) for c in configs]
+        if hopper:
+            from headrace.engine.kernels.blocks import gather_rows
+            from headrace.engine.kernels.prefill_hopper import TILE, prefill_hopper
+
+            wide = tiles(TILE)
+
+            def specialized():
+                if start:
+                    gather_rows(kv, tables, chunks, offsets, gathered, start, align=TILE)
+                prefill_hopper(qkv, out, gathered, chunks, wide, offsets, H, KV, scale=D**-0.5, programs=132)
+
+            launches.append(specialized)
         good = all_compile(launches)
         torch.cuda.synchronize()
         flops = 4 * H * D * (start * length + length * (length + 1) / 2)
+        named = [*configs, "warp-specialized"][: len(launches)]
         timed = sorted(
-            (graph_us(launch, 1, 5), c) for launch, c, fits in zip(launches, configs, good, strict=True) if fits
+            ((graph_us(launch, 1, 9), str(c)) for launch, c, fits in zip(launches, named, good, strict=True) if fits)
         )
         report(
             step="prefill", start=start, length=length, us=round(timed[0][0], 1), config=timed[0][1],
@@ -138,6 +182,27 @@ def prefill() -> None:
         )  # fmt: skip
 
 
+def short() -> None:
+    """A chunk of 256 queries over a long context, its keys cut among programs or not."""
+    start, length = 16128, 256
+    kv = pool(start + length)
+    tables = torch.randperm((start + length) // BT, device=DEVICE).int().view(1, -1)
+    qkv = torch.randn(length, (H + 2 * KV) * D, device=DEVICE, dtype=torch.bfloat16)
+    out = torch.zeros(length, H * D, device=DEVICE, dtype=torch.bfloat16)
+    chunks, tiles = ints([[0, start, length, 0]]), ints([[0, m] for m in range(192, -1, -64)])
+    found = []
+    for splits in (1, 2, 3, 4, 6, 8):
+        work = PrefillWorkspace(8, splits, H, 64, D, DEVICE) if splits > 1 else None
+        for stages in (2, 3):
+            launch = lambda w=work, s=stages: prefill_attention(  # noqa: E731
+                qkv, out, kv, tables, chunks, tiles, H, scale=D**-0.5, block_m=64, block_n=64, num_warps=4, stages=s, work=w
+            )  # fmt: skip
+            launch()
+            found.append((round(graph_us(launch, 1, 9), 1), splits, stages))
+    flops = 4 * H * D * (start * length + length * (length + 1) / 2)
+    report(step="short", us=min(found)[0], TFLOPs=round(flops / min(found)[0] / 1e6), all=sorted(found))
+
+
 if __name__ == "__main__":
-    for part in sys.argv[1:] or ["decode", "prefill"]:
+    for part in sys.argv[1:] or ["decode", "cascade", "prefill", "short"]:
         globals()[part]()

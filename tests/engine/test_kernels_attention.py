@@ -10,7 +10,7 @@ import torch
 from kernel_device import DEVICE, DTYPES, ON_GPU, TOLERANCE, gap, randn
 
 from headrace.engine.kernels.decode import DecodeWorkspace, decode_attention
-from headrace.engine.kernels.prefill import prefill_attention
+from headrace.engine.kernels.prefill import PrefillWorkspace, prefill_attention
 from headrace.engine.kernels.rope import rope_cache
 
 
@@ -127,6 +127,61 @@ def test_decode_fused_equals_rope_cache_and_decode(dtype, norm, rope_dim, window
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_many_parts_are_merged_in_two_levels(dtype, sinks):
+    heads, kv_heads, dim, bt = 3, 1, 16, 16
+    contexts = [300, 129, 17]
+    scene = Scene(contexts, heads, kv_heads, dim, bt, dtype)
+    rules = {
+        "scale": 0.3,
+        "window": None,
+        "softcap": None,
+        "sinks": randn(heads, dtype=torch.float32) if sinks else None,
+    }
+    q = randn(3, heads, dim, dtype=dtype, seed=3)
+    qkv = scene.rows(q, *(torch.stack([t[i][-1] for i in range(3)]) for t in (scene.keys, scene.values)))
+    out = torch.full((3, heads * dim), float("nan"), dtype=dtype, device=DEVICE)
+    work = DecodeWorkspace(3, kv_heads, heads // kv_heads, dim, lambda n: 20, DEVICE)
+    positions = ints([n - 1 for n in contexts])
+    wanted = torch.stack([attended(q[i], scene.keys[i], scene.values[i], **rules) for i in range(3)]).flatten(1)
+    for splits in (20, 8, 9):
+        decode_attention(
+            qkv, out, scene.kv, scene.tables, ints([0, 1, 2]), positions, work, heads, splits=splits, min_chunk=16,
+            block_n=16, **rules,
+        )  # fmt: skip
+        assert gap(out, wanted) < TOLERANCE[dtype]
+        assert not work.counters.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm", [False, True])
+def test_cascade_rotates_and_stores_like_rope_cache(dtype, norm):
+    heads, kv_heads, dim, bt, shared, rope_dim = 4, 2, 16, 8, 32, 8
+    contexts = [40, 33, 90, 38]
+    scene = Scene(contexts, heads, kv_heads, dim, bt, dtype, shared=shared)
+    qkv = randn(4, (heads + 2 * kv_heads) * dim, dtype=dtype, seed=8)
+    angles = torch.rand(90, rope_dim // 2, device=DEVICE) * 6
+    cos_sin = torch.cat([angles.cos(), angles.sin()], 1).contiguous()
+    norms = {"eps": 1e-6}
+    if norm:
+        norms |= {"q_norm": randn(dim, dtype=dtype, seed=1), "k_norm": randn(dim, dtype=dtype, seed=2)}
+    slots, positions = ints([0, 1, 2, 3]), ints([n - 1 for n in contexts])
+    work = DecodeWorkspace(4, kv_heads, heads // kv_heads, dim, lambda n: 9, DEVICE)
+    found, wanted = (torch.full((4, heads * dim), float("nan"), dtype=dtype, device=DEVICE) for _ in range(2))
+    kv, done = scene.kv.clone(), qkv.clone()
+    same = {"scale": 0.25, "splits": 4, "min_chunk": 16, "block_n": 16}
+    decode_attention(
+        qkv, found, kv, scene.tables, slots, positions, work, heads, cos_sin=cos_sin, rope_dim=rope_dim, prefix_splits=3,
+        firsts=ints([shared, shared, shared, 0]), tiles=ints([[0, 3, shared], [0, 0, 0]]), **norms, **same,
+    )  # fmt: skip
+    rope_cache(done, scene.kv, scene.tables, slots, positions, cos_sin, heads, rope_dim=rope_dim, **norms)
+    decode_attention(done, wanted, scene.kv, scene.tables, slots, positions, work, heads, **same)
+    assert gap(found, wanted) < TOLERANCE[dtype]
+    assert torch.equal(kv.nan_to_num(7.0), scene.kv.nan_to_num(7.0))
+    assert not work.counters.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (3, 1, 24)])
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0, "sinks": True}], ids=["plain", "softcap-sinks"])
 def test_cascade_equals_plain_decode(dtype, heads, kv_heads, dim, options):
@@ -155,7 +210,7 @@ def test_cascade_equals_plain_decode(dtype, heads, kv_heads, dim, options):
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "bt"), SHAPES)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
 def test_prefill(dtype, heads, kv_heads, dim, bt, options):
-    starts, lengths = [0, 19, 8], [35, 3, 17]
+    starts, lengths = [0, 45, 8], [35, 3, 17]
     ends = [s + n for s, n in zip(starts, lengths, strict=True)]
     scene = Scene(ends, heads, kv_heads, dim, bt, dtype)
     sinks = randn(heads, dtype=torch.float32) if options.get("sinks") else None
@@ -177,7 +232,18 @@ def test_prefill(dtype, heads, kv_heads, dim, bt, options):
         for j in range(n):
             at = s + j + 1
             wanted.append(attended(q[firsts[i] + j], scene.keys[i][:at], scene.values[i][:at], **rules))
-    assert gap(out, torch.stack(wanted).flatten(1)) < TOLERANCE[dtype]
+    wanted = torch.stack(wanted).flatten(1)
+    assert gap(out, wanted) < TOLERANCE[dtype]
+    # Cached keys cut among programs, of all tiles but the last two.
+    for splits in (2, 3):
+        work = PrefillWorkspace(len(tiles) - 2, splits, heads, block_m, dim, DEVICE)
+        out.fill_(float("nan"))
+        prefill_attention(
+            qkv, out, scene.kv, scene.tables, chunks, tiles, heads, block_m=block_m, block_n=16, num_warps=4,
+            work=work, min_chunk=16, **rules,
+        )  # fmt: skip
+        assert gap(out, wanted) < TOLERANCE[dtype]
+        assert not work.counters.any()
 
 
 def test_one_key_is_its_value():

@@ -57,7 +57,7 @@ def shapes(spec: ModelSpec) -> list[Shape]:
     return list(found)
 
 
-def candidates(bucket: int, shape: Shape, sms: int) -> Iterator[GemmConfig]:
+def candidates(bucket: int, shape: Shape, sms: int, *, tma: bool) -> Iterator[GemmConfig]:
     """Configurations worth a measurement: enough programs, stages that fit into shared memory."""
     small = bucket <= 16
     for block_n, block_k, split, warps, stages in itertools.product(
@@ -83,6 +83,17 @@ def candidates(bucket: int, shape: Shape, sms: int) -> Iterator[GemmConfig]:
         if warps == 8 and (block_n * block_k < 64 * 256 or bucket < 32):
             continue
         yield GemmConfig(block_n, block_k, split, warps, stages)
+    if not tma or bucket < 16:
+        return
+    for block_n, block_k, split, stages in itertools.product((32, 64, 128), (64, 128, 256), (1, 2, 4), (3, 4, 6, 8)):
+        programs = shape.columns // block_n * split
+        weights = block_n * block_k * 2 * (2 if shape.pair else 1)
+        shared = (weights + max(16, bucket) * block_k * 2) * stages
+        if shape.inner % (block_k * split) or shape.columns % block_n or not 60_000 < shared < 220_000:
+            continue
+        if (shape.role == "head" and split > 1) or programs < 0.9 * sms or programs > 8 * sms:
+            continue
+        yield GemmConfig(block_n, block_k, split, 4, stages, tma=True)
 
 
 def graph_us(launch: Callable[[], None], launches: int, repeats: int = 7) -> float:
@@ -152,7 +163,8 @@ def measure(
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     entries: dict[str, dict[str, int] | None] = {}
     pairs = list(itertools.product(buckets, wanted))
-    work = {pair: list(candidates(pair[0], pair[1], sms)) for pair in pairs}
+    tma = torch.cuda.get_device_capability(device) >= (9, 0)
+    work = {pair: list(candidates(pair[0], pair[1], sms, tma=tma)) for pair in pairs}
     fits = _compile_all(work, dtype, device)
     for bucket in buckets:
         ours, theirs, found = 0.0, 0.0, {}

@@ -13,17 +13,21 @@ from headrace.engine.backend import Limits
 from headrace.engine.cuda.weights import DecoderWeights, LayerWeights
 from headrace.engine.frequencies import frequencies
 from headrace.engine.kernels.activation import activate
+from headrace.engine.kernels.blocks import gather_rows
 from headrace.engine.kernels.decode import DecodeWorkspace, decode_attention
 from headrace.engine.kernels.embed import embed
 from headrace.engine.kernels.gemm import Gained, GemmConfig, GemmWorkspace, skinny_gemm
 from headrace.engine.kernels.norm import add_norm
-from headrace.engine.kernels.prefill import prefill_attention
+from headrace.engine.kernels.prefill import PrefillWorkspace, prefill_attention
 from headrace.engine.kernels.rope import rope_cache
 from headrace.engine.kernels.table import BUCKETS, GemmTable
 from headrace.spec.cache import CacheLayout
 from headrace.spec.model import Attention, ModelSpec, Rope
 
 PREFIX_SPLITS = 4
+SHORT_TILE = 64
+"""Queries of a prompt tile in steps with few prompt tokens; their cached keys may be cut among programs."""
+SPLIT_TILES, PREFILL_SPLITS = 8, 4
 PACKED_ROWS = 64
 """Rows (queries times heads of a KV head) in a tile of shared-prefix attention."""
 
@@ -34,8 +38,10 @@ class DeviceStep:
 
     Per row: `ids` (negative: the slot's last sampled id), `slots` (-1: padding), `positions`. `chunks` [n, 4] and `tiles`
     [t, 2] as `prefill_attention` takes them. `firsts`, `prefix_tiles`: shared prefixes of the decode rows. `picked`: rows
-    whose logits are wanted; None means all of them. `keep_all`: the last hidden states of all rows are wanted in `x`; else
-    the last layer goes on with the picked rows only after its attention, which then needs no other tiles than `last_tiles`.
+    whose logits are wanted; None means all of them. `offsets` [n]: the tiles are for the warp-specialized kernel, and there the
+    cached keys of chunk i (at most `longest`) are gathered from row `offsets[i]` on. `keep_all`: the last hidden states of all
+    rows are wanted in `x`; else the last layer goes on with the picked rows only after its attention, which then needs no other
+    tiles than `last_tiles`.
     """
 
     ids: torch.Tensor
@@ -50,6 +56,8 @@ class DeviceStep:
     picked: torch.Tensor | None = None
     keep_all: bool = False
     last_tiles: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+    longest: int = 0
 
 
 class Decoder:
@@ -68,6 +76,7 @@ class Decoder:
         *,
         sms: int,
         pdl: bool,
+        capability: tuple[int, int],
     ) -> None:
         self._spec = spec
         self._weights = weights
@@ -105,6 +114,21 @@ class Decoder:
         self._work = DecodeWorkspace(
             self.rows, layout.num_kv_heads, group, layout.head_dim, lambda n: self.splits(n) + PREFIX_SPLITS, device
         )
+        self._prefill_work = PrefillWorkspace(
+            SPLIT_TILES, PREFILL_SPLITS, max(a.num_heads for a in self._mixers), SHORT_TILE, layout.head_dim, device
+        )
+        plain = all(a.window is None and a.softcap is None for a in self._mixers)
+        self.why_not_hopper = "the interpreter cannot run it"
+        if device.type == "cuda":
+            from headrace.engine.kernels import prefill_hopper
+
+            self._hopper = prefill_hopper
+            self.why_not_hopper = prefill_hopper.fits(capability, dtype, layout.head_dim, plain)
+        # Keys of earlier steps as the warp-specialized kernel reads them: room for one sequence of the greatest length.
+        self.gathered_rows = 0
+        if self.why_not_hopper is None:
+            self.gathered_rows = max(8192, triton.cdiv(limits.max_model_len, self._hopper.TILE) * self._hopper.TILE)
+            self._gathered = empty(self.gathered_rows, 2 * layout.num_kv_heads * layout.head_dim)
         widest = max(max(len(w.qkv), len(w.up), hidden) for w in weights.layers)
         self._gemm = GemmWorkspace(BUCKETS[-1] * 4 * max(widest, 1), max(widest, spec.vocab_size) // 16 + 1, device)
         self._squares = torch.empty(2, triton.cdiv(hidden, 16), 64, dtype=torch.float32, device=device)
@@ -132,7 +156,15 @@ class Decoder:
     def workspace_bytes(self) -> int:
         """Bytes of split-work buffers, rotation tables and block tables."""
         turns = sum(t.nbytes for t in self._turns.values()) + self._no_turn.nbytes
-        return self._work.nbytes + self._gemm.nbytes + turns + self.tables.nbytes + self.last_ids.nbytes
+        turns += self._gathered.nbytes if self.gathered_rows else 0
+        return (
+            self._work.nbytes
+            + self._prefill_work.nbytes
+            + self._gemm.nbytes
+            + turns
+            + self.tables.nbytes
+            + self.last_ids.nbytes
+        )
 
     def splits(self, rows: int) -> int:
         """Parts that a context is cut into: enough programs for the card, fewer where there are many rows."""
@@ -192,7 +224,7 @@ class Decoder:
             if step.picked is None and self._head_config(rows) is not None:
                 return self._capped(self._skinny_head(gained, self.logits[:rows], pdl=self._pdl))
         else:
-            embed(step.ids, step.slots, self.last_ids, weights.embedding, x, scale)
+            embed(step.ids, step.slots, self.last_ids, weights.embedding, x, scale, pdl=self._pdl)
             pending, post = None, None
             last = len(weights.layers) - 1
             pruned = step.picked is not None and not step.keep_all
@@ -200,7 +232,17 @@ class Decoder:
                 if i == last and pruned:
                     return self._last_layer(i, w, x, pending, post, step, bad_rows)
                 pending, post = self._layer(i, w, x, pending, post, step)
-            add_norm(x, pending, None, None, self._eps, post_weight=post, scale=self._spec.residual_scale, bad=bad_rows)
+            add_norm(
+                x,
+                pending,
+                None,
+                None,
+                self._eps,
+                post_weight=post,
+                scale=self._spec.residual_scale,
+                bad=bad_rows,
+                pdl=self._pdl,
+            )
         if not head:
             return None
         if step.picked is not None:
@@ -214,7 +256,7 @@ class Decoder:
         rows = len(x)
         logits = self.logits[:rows] if out is None else out
         h = self._h[:rows]
-        add_norm(x, None, self._weights.final_norm, h, self._eps)
+        add_norm(x, None, self._weights.final_norm, h, self._eps, pdl=self._pdl)
         if self._head_config(rows) is not None:
             self._skinny_head(h, logits)
         else:
@@ -298,13 +340,13 @@ class Decoder:
         up = self._cut(0, rows, len(w.up))
         activated = self._cut(up.numel(), rows, mlp.intermediate)
         scale = self._spec.residual_scale
-        add_norm(x, pending, w.attn_norm, h, self._eps, post_weight=post, scale=scale)
+        add_norm(x, pending, w.attn_norm, h, self._eps, post_weight=post, scale=scale, pdl=self._pdl)
         self._linear(h, w.qkv, w.qkv_bias, qkv)
-        self._attend(i, a, w, qkv, attended, step, pdl=False)
+        self._attend(i, a, w, qkv, attended, step, pdl=self._pdl)
         self._linear(attended, w.out, w.out_bias, h)
-        add_norm(x, h, w.mlp_norm, h, self._eps, post_weight=w.post_attn_norm, scale=scale)
+        add_norm(x, h, w.mlp_norm, h, self._eps, post_weight=w.post_attn_norm, scale=scale, pdl=self._pdl)
         self._linear(h, w.up, w.up_bias, up)
-        activate(up, activated, mlp.activation, gated=mlp.gated)
+        activate(up, activated, mlp.activation, gated=mlp.gated, pdl=self._pdl)
         self._linear(activated, w.down, w.down_bias, h)
         return h, w.post_mlp_norm
 
@@ -315,22 +357,22 @@ class Decoder:
         h = self._h[:rows]
         qkv = self._cut(0, rows, self._qkv_width(a))
         attended = self._cut(qkv.numel(), rows, a.num_heads * a.head_dim)
-        add_norm(x, pending, w.attn_norm, h, self._eps, post_weight=post, scale=scale, bad=bad_rows)
+        add_norm(x, pending, w.attn_norm, h, self._eps, post_weight=post, scale=scale, bad=bad_rows, pdl=self._pdl)
         self._linear(h, w.qkv, w.qkv_bias, qkv)
         last = step if step.last_tiles is None else replace(step, tiles=step.last_tiles)
-        self._attend(i, a, w, qkv, attended, last, pdl=False)
+        self._attend(i, a, w, qkv, attended, last, pdl=self._pdl)
         picked, chosen = self.picked_x[:count], self._cut(0, count, a.num_heads * a.head_dim)
         torch.index_select(x, 0, step.picked, out=picked)
         torch.index_select(attended, 0, step.picked, out=chosen)
         h = self._h[:count]
         self._linear(chosen, w.out, w.out_bias, h)
-        add_norm(picked, h, w.mlp_norm, h, self._eps, post_weight=w.post_attn_norm, scale=scale)
+        add_norm(picked, h, w.mlp_norm, h, self._eps, post_weight=w.post_attn_norm, scale=scale, pdl=self._pdl)
         up = self._cut(0, count, len(w.up))
         activated = self._cut(up.numel(), count, mlp.intermediate)
         self._linear(h, w.up, w.up_bias, up)
-        activate(up, activated, mlp.activation, gated=mlp.gated)
+        activate(up, activated, mlp.activation, gated=mlp.gated, pdl=self._pdl)
         self._linear(activated, w.down, w.down_bias, h)
-        add_norm(picked, h, None, None, self._eps, post_weight=w.post_mlp_norm, scale=scale)
+        add_norm(picked, h, None, None, self._eps, post_weight=w.post_mlp_norm, scale=scale, pdl=self._pdl)
         return self.head(picked)
 
     def _attend(self, i: int, a: Attention, w: LayerWeights, qkv, out, step: DeviceStep, *, pdl: bool) -> None:
@@ -352,37 +394,39 @@ class Decoder:
         }
         n, rows = step.decode_rows, len(qkv)
         cascade = step.prefix_tiles is not None and a.window is None
-        alone = n == rows and not cascade
+        # Without prompts the decode kernel itself rotates and stores.
+        alone = n == rows
         parts: list[Callable[[], None]] = []
         if not alone:
             parts.append(
                 lambda: rope_cache(
-                    qkv, kv, tables, step.slots, step.positions, turn, a.num_heads, rope_dim=rope_dim, **norms
+                    qkv, kv, tables, step.slots, step.positions, turn, a.num_heads, rope_dim=rope_dim, pdl=pdl, **norms
                 )
             )
         if n:
             given = {"cos_sin": turn, "rope_dim": rope_dim, **norms} if alone else {}
             if cascade:
-                given = {"firsts": step.firsts, "tiles": step.prefix_tiles, "prefix_splits": PREFIX_SPLITS}
+                given |= {"firsts": step.firsts, "tiles": step.prefix_tiles, "prefix_splits": PREFIX_SPLITS}
             parts.append(lambda: decode_attention(
                 qkv[:n], out[:n], kv, tables, step.slots[:n], step.positions[:n], self._work, a.num_heads,
                 splits=self.splits(n), min_chunk=max(self.min_chunk(n), 512 if cascade else 0), pdl=pdl and alone, **rules, **given,
                 **self._decode_shape(n),
             ))  # fmt: skip
-        if step.chunks is not None:
-            parts.append(
-                lambda: prefill_attention(
-                    qkv,
-                    out,
-                    kv,
-                    tables,
-                    step.chunks,
-                    step.tiles,
-                    a.num_heads,
-                    **rules,
-                    **prefill_shape(step.tile_rows, a),
-                )
-            )
+        if step.chunks is not None and step.offsets is not None:
+            if step.longest:
+                parts.append(lambda: gather_rows(
+                    kv, tables, step.chunks, step.offsets, self._gathered, step.longest, align=self._hopper.TILE
+                ))  # fmt: skip
+            parts.append(lambda: self._hopper.prefill_hopper(
+                qkv, out, self._gathered, step.chunks, step.tiles, step.offsets, a.num_heads, a.num_kv_heads,
+                scale=rules["scale"], programs=self._sms,
+            ))  # fmt: skip
+        elif step.chunks is not None:
+            work = self._prefill_work if step.tile_rows == SHORT_TILE else None
+            parts.append(lambda: prefill_attention(
+                qkv, out, kv, tables, step.chunks, step.tiles, a.num_heads, work=work, **rules,
+                **prefill_shape(step.tile_rows, a),
+            ))  # fmt: skip
         return parts
 
     def compile_jobs(self, step: DeviceStep) -> list[Callable[[], None]]:
@@ -404,7 +448,7 @@ class Decoder:
             w, a = weights.layers[i], self._mixers[i]
             qkv = self._cut(0, rows, self._qkv_width(a))
             jobs += self._attend_parts(
-                i, a, w, qkv, self._cut(qkv.numel(), rows, a.num_heads * a.head_dim), step, pdl=False
+                i, a, w, qkv, self._cut(qkv.numel(), rows, a.num_heads * a.head_dim), step, pdl=self._pdl
             )
         if jobs and self.fused(rows) and step.decode_rows == rows:
             jobs.append(
@@ -425,15 +469,17 @@ class Decoder:
             return jobs
         w, mlp = weights.layers[0], self._spec.layers[0].mlp
         up = self._cut(0, rows, len(w.up))
-        bad = torch.zeros(rows, dtype=torch.int32, device=x.device)
+        bad, pdl = torch.zeros(rows, dtype=torch.int32, device=x.device), self._pdl
         jobs += [
-            lambda: embed(step.ids, step.slots, self.last_ids, weights.embedding, x, 1.0),
-            lambda: add_norm(x, None, w.attn_norm, h, self._eps),
-            lambda: add_norm(x, h, w.mlp_norm, h, self._eps, post_weight=w.post_attn_norm),
-            lambda: add_norm(x, h, w.attn_norm, h, self._eps, post_weight=w.post_mlp_norm, bad=bad),
-            lambda: add_norm(x, h, None, None, self._eps, post_weight=w.post_mlp_norm),
-            lambda: add_norm(x, h, None, None, self._eps, post_weight=w.post_mlp_norm, bad=bad),
-            lambda: activate(up, self._cut(up.numel(), rows, mlp.intermediate), mlp.activation, gated=mlp.gated),
+            lambda: embed(step.ids, step.slots, self.last_ids, weights.embedding, x, 1.0, pdl=pdl),
+            lambda: add_norm(x, None, w.attn_norm, h, self._eps, pdl=pdl),
+            lambda: add_norm(x, h, w.mlp_norm, h, self._eps, post_weight=w.post_attn_norm, pdl=pdl),
+            lambda: add_norm(x, h, w.attn_norm, h, self._eps, post_weight=w.post_mlp_norm, bad=bad, pdl=pdl),
+            lambda: add_norm(x, h, None, None, self._eps, post_weight=w.post_mlp_norm, pdl=pdl),
+            lambda: add_norm(x, h, None, None, self._eps, post_weight=w.post_mlp_norm, bad=bad, pdl=pdl),
+            lambda: activate(
+                up, self._cut(up.numel(), rows, mlp.intermediate), mlp.activation, gated=mlp.gated, pdl=pdl
+            ),
             lambda: self.head(self.picked_x[: min(rows, self.rows)]),
         ]
         return jobs

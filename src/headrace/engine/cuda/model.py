@@ -123,7 +123,7 @@ class CudaModel:
         pdl = self._pdl and cuda and capability >= (9, 0)
         decoder = Decoder(
             spec, self._weights, layout, limits, table, _DTYPES[self.weights_precision], _DTYPES[self.kv_precision],
-            device, sms=sms, pdl=pdl,
+            device, sms=sms, pdl=pdl, capability=capability,
         )  # fmt: skip
         group = max(layer.mixer.num_heads // layer.mixer.num_kv_heads for layer in spec.layers)
         grammars = Grammars(spec.vocab_size, self._grammar_tokens)
@@ -149,6 +149,12 @@ class CudaModel:
             f"warm-up and {runner.graphs.count} decode graphs took {warm_s:.2f} s ({runner.graphs.capture_s:.2f} s capture)"
             if self._graphs
             else "decode graphs are off",
+            "attention of long prompts: "
+            + (
+                "warp-specialized (Hopper)"
+                if decoder.why_not_hopper is None
+                else f"plain tiles, since {decoder.why_not_hopper}"
+            ),
             "programmatic dependent launch is " + ("on" if pdl else "off"),
             f"buffers of split work, tables and rotations: {format_bytes(decoder.workspace_bytes)}",
         ]

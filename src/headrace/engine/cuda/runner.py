@@ -20,7 +20,7 @@ import triton
 from headrace.control.step import Chunk, RowResult, StepPlan, StepResult, TokenLogprobs
 from headrace.engine.backend import Limits, LogitsWatch
 from headrace.engine.batch import Slots, checked_init
-from headrace.engine.cuda.decoder import PACKED_ROWS, Decoder, DeviceStep
+from headrace.engine.cuda.decoder import PACKED_ROWS, SHORT_TILE, Decoder, DeviceStep
 from headrace.engine.cuda.graphs import MAX_GROUPS, DecodeGraphs, graph_sizes
 from headrace.engine.cuda.metadata import Metadata, Packed
 from headrace.engine.cuda.prefixes import shared_prefixes
@@ -35,7 +35,9 @@ from headrace.spec.cache import CacheLayout
 
 MIXED_TOKENS = (64, 128, 256, 512)
 """Prompt tokens of captured mixed steps; longer chunks keep the device busy enough to be launched one kernel at a time."""
-MIXED_TILE = 64
+MIXED_TILE = SHORT_TILE
+TILE = 128
+"""Queries of a tile, and keys of a block, of the warp-specialized kernel for long prompts."""
 COMPILE_THREADS = 12
 
 _LOGIT_ROWS = 64
@@ -172,11 +174,15 @@ class Runner:
             tiles = blank[:9].view(3, 3)
             steps.append(DeviceStep(blank[:4], blank[:4], blank[:4], 4, firsts=blank[:4], prefix_tiles=tiles))
         rows = min(512, decoder.tokens)
-        for tile_rows in (64, 128, 256):
+        hopper = decoder.gathered_rows > 0
+        for tile_rows in (SHORT_TILE, 128) if hopper else (SHORT_TILE, 128, 256):
             chunks, tiles = blank[4:8].view(1, 4), blank[4:6].view(1, 2)
-            steps.append(
-                DeviceStep(blank[:rows], blank[:rows], blank[:rows], min(8, rows - 1), chunks, tiles, tile_rows)
-            )
+            step = DeviceStep(blank[:rows], blank[:rows], blank[:rows], min(8, rows - 1), chunks, tiles, tile_rows)
+            if hopper and tile_rows > SHORT_TILE:
+                # A tile of a chunk of no tokens, whose one block is read from the first rows and not stored.
+                step.chunks, step.tiles = torch.zeros_like(chunks), torch.zeros_like(tiles)
+                step.offsets, step.longest = torch.zeros_like(blank[:4]), 1
+            steps.append(step)
         one, rules = out[2, :1], torch.ones(1, 5, device=self._device)
         jobs.append(lambda: draw(decoder.logits[:1], out[0], decoder.last_ids, one, one, rules))
         jobs.append(lambda: greedy(decoder.logits[:1], out[0], out[2], decoder.last_ids, one, masked=True))
@@ -419,7 +425,14 @@ class Runner:
         base, room = size or (n, tokens)
         firsts = base + np.cumsum(lengths) - lengths
         longest = int(lengths.max())
-        tile_rows = MIXED_TILE if size or longest <= 64 else 128 if longest < 4096 else 256
+        cached = -(-starts // TILE) * TILE
+        hopper = size is None and longest > SHORT_TILE and cached.sum() <= self._decoder.gathered_rows > 0
+        if size or longest <= SHORT_TILE:
+            tile_rows = SHORT_TILE
+        elif self._decoder.gathered_rows:
+            tile_rows = TILE if hopper else SHORT_TILE
+        else:
+            tile_rows = 128 if longest < 4096 else 256
         # The longest walks first: a tile's work grows with its last key.
         tiles = np.concatenate(
             [
@@ -458,6 +471,8 @@ class Runner:
             arrays |= self._mixed_tables(base, room, chunks, tiles, picked, sample)
         else:
             arrays |= {"chunks": chunks, "tiles": tiles}
+            if hopper:
+                arrays["offsets"] = (np.cumsum(cached) - cached).astype(np.int32)
             ends = [(i, (c.length - 1) // tile_rows * tile_rows) for i, c in enumerate(longer) if c.sample]
             if ends:
                 arrays["last_tiles"] = np.array(ends, np.int32)
@@ -474,6 +489,7 @@ class Runner:
                 meta["ids"], meta["slots"], meta["positions"], n, meta["chunks"].view(-1, 4),
                 meta["tiles"].view(-1, 2), tile_rows, picked=meta["picked"] if sampled else None,
                 keep_all=keep_all, last_tiles=meta["last_tiles"].view(-1, 2) if ends else None,
+                offsets=meta["offsets"] if hopper else None, longest=int(starts.max()),
             )  # fmt: skip
             logits = self._decoder.run(device_step, self._bad_rows[: base + room], head=bool(sampled))
             if sampled:

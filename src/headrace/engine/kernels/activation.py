@@ -31,7 +31,13 @@ def act(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def _activate(both, out, width, in_stride, out_stride, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+def _activate(
+    both, out, width, in_stride, out_stride, KIND: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -41,11 +47,11 @@ def _activate(both, out, width, in_stride, out_stride, KIND: tl.constexpr, GATED
     tl.store(out + row * out_stride + at, value.to(out.dtype.element_ty), inside)
 
 
-def activate(both: torch.Tensor, out: torch.Tensor, kind: str, *, gated: bool) -> None:
+def activate(both: torch.Tensor, out: torch.Tensor, kind: str, *, gated: bool, pdl: bool = False) -> None:
     """out = act(gate) * up with both = [gate | up] [tokens, 2 * width] if `gated`, else act(both)."""
     tokens, width = out.shape
     block = min(2048, triton.next_power_of_2(width))
     _activate[(tokens, triton.cdiv(width, block))](
-        both, out, width, both.stride(0), out.stride(0), KIND=ACTIVATIONS[kind], GATED=gated, BLOCK=block,
-        num_warps=max(1, block // 512),
+        both, out, width, both.stride(0), out.stride(0), KIND=ACTIVATIONS[kind], GATED=gated, PDL=pdl,
+        BLOCK=block, num_warps=max(1, block // 512), **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

@@ -37,3 +37,48 @@ def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:
     no source a target."""
     elements = pool[0, 0].numel()
     _copy[(len(pairs), pool.shape[0])](pool, pairs, elements, pool.stride(0), BLOCK=2048, num_warps=8)
+
+
+@triton.jit(do_not_specialize=["align"])
+def _gather(
+    kv, tables, chunks, offsets, out, align, table_stride, block_stride, out_stride,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr, BT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(1)
+    start = tl.load(chunks + 4 * chunk + 1)
+    n0 = tl.program_id(0) * BLOCK
+    if n0 < tl.cdiv(start, align) * align:
+        slot = tl.load(chunks + 4 * chunk).to(tl.int64)
+        offset = tl.load(offsets + chunk).to(tl.int64)
+        part = tl.program_id(2)  # keys of each head, then values
+        n = n0 + tl.arange(0, BLOCK)
+        d = tl.arange(0, D_P)[None, :]
+        there = n < start
+        page = tl.load(tables + slot * table_stride + n // BT, there, 0).to(tl.int64)
+        at = page * block_stride + part * (BT * D) + (n % BT) * D
+        values = tl.load(kv + at[:, None] + d, there[:, None] & (d < D), 0.0).to(out.dtype.element_ty)
+        inside = n < tl.cdiv(start, align) * align
+        tl.store(out + (offset + n)[:, None] * out_stride + part * D + d, values, inside[:, None] & (d < D))
+
+
+def gather_rows(
+    kv: torch.Tensor,
+    tables: torch.Tensor,
+    chunks: torch.Tensor,
+    offsets: torch.Tensor,
+    out: torch.Tensor,
+    longest: int,
+    *,
+    align: int,
+) -> None:
+    """Cached keys and values of each chunk, token by token: out [rows, 2 * kv_heads * dim] from row `offsets[i]` on.
+
+    `chunks` as `prefill_attention` takes them; what lies before their start is gathered (at most `longest` tokens). Each
+    chunk's rows are filled up with zeros to a multiple of `align`.
+    """
+    _, _, kv_heads, block_tokens, dim = kv.shape
+    block = 64
+    _gather[(triton.cdiv(triton.cdiv(longest, align) * align, block), len(chunks), 2 * kv_heads)](
+        kv, tables, chunks, offsets, out, align, tables.stride(0), kv.stride(0), out.stride(0),
+        KV_HEADS=kv_heads, D=dim, D_P=triton.next_power_of_2(dim), BT=block_tokens, BLOCK=block, num_warps=4,
+    )  # fmt: skip

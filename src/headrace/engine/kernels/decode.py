@@ -3,7 +3,8 @@
 Decode attention reads every cached key and value once, so it is bound by memory bandwidth: about one multiply-add per byte
 and query head. Query heads that share a KV head are packed as rows of one tensor-core tile, so that keys are read once for
 all of them. A long context is cut among up to `splits` programs; each keeps a running maximum, a sum and an accumulator
-(the online softmax), and the last one to finish merges all of them by their log-sum-exp, which saves a second launch.
+(the online softmax), and the last one to finish merges all of them by their log-sum-exp, which saves a second launch. Many
+parts are merged in two levels: the last of each `SPAN` neighbours merges these, the last of those the rest.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from headrace.engine.kernels.activation import tanh
 from headrace.engine.kernels.rope import rotated
 
 LOG2E = tl.constexpr(1.4426950408889634)
+SPAN = tl.constexpr(8)
+"""Parts that are merged at once."""
 
 
 @triton.jit
@@ -36,11 +39,13 @@ def split_range(low, end, splits, min_chunk, BLOCK_N: tl.constexpr):
     return chunk, tl.maximum(tl.cdiv(keys, chunk), 1)
 
 
-@triton.jit(do_not_specialize=["splits", "all_splits", "window", "min_chunk"])
+@triton.jit(
+    do_not_specialize=["splits", "all_splits", "window", "min_chunk", "prefix_splits", "prefix_chunk", "counter_stride"]
+)
 def _decode(
     qkv, out, kv, tables, slots, positions, firsts, q_norm, k_norm, cos_sin, sinks, partial, lse, counters,
-    scale, softcap, window, eps, splits, all_splits, min_chunk,
-    qkv_stride, table_stride, block_stride,
+    scale, softcap, window, eps, splits, all_splits, min_chunk, prefix_splits, prefix_chunk,
+    qkv_stride, table_stride, block_stride, counter_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr,
     D: tl.constexpr, D_P: tl.constexpr, BT: tl.constexpr, ROPE_DIM: tl.constexpr,
     NORM: tl.constexpr, FUSED: tl.constexpr, PREFIX: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -61,7 +66,7 @@ def _decode(
     if slot < 0:
         if PDL:
             tl.extra.cuda.gdc_wait()
-        if split == 0 and not PREFIX:
+        if split == 0:
             tl.store(out_at, tl.zeros([BLOCK_M, D_P], out.dtype.element_ty), q_inside)
         return
     low = 0
@@ -77,7 +82,7 @@ def _decode(
         if PDL:
             tl.extra.cuda.gdc_wait()
         return
-    if PDL:
+    if PDL and not PREFIX:
         tl.extra.cuda.gdc_wait()
     first = qkv + row * qkv_stride
     base = first + (kv_head * GROUP + m[:, None]) * D
@@ -122,45 +127,105 @@ def _decode(
         acc = tl.dot(weights.to(dtype), v.to(dtype), acc * shrink[:, None], input_precision="ieee")
         total = total * shrink + tl.sum(weights, 1)
         top = best
-    if used == 1 and not PREFIX:
-        if SINKS:
-            sink = tl.load(sinks + kv_head * GROUP + m, m < GROUP, float("-inf")).to(tl.float32) * LOG2E
-            total += tl.exp2(sink - top)
-        tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), q_inside)
+    if PDL and PREFIX:
+        # The projection was complete before the shared prefixes' kernel let this one start; their parts are needed now.
+        tl.extra.cuda.gdc_wait()
+    total_at = (row * KV_HEADS + kv_head) * all_splits
+    prefix_used = 0
+    if PREFIX:
+        _, prefix_used = split_range(0, low, prefix_splits, prefix_chunk, BLOCK_N)
+        prefix_used = tl.where(low > 0, prefix_used, 0)
+    if used == 1:
+        finish(
+            acc, top, total, partial, lse, total_at + splits, prefix_used, out, sinks, row, kv_head,
+            HEADS, GROUP, GROUP_P, D, D_P, SINKS, BLOCK_M,
+        )  # fmt: skip
     else:
         # Partial results [rows, kv_heads, splits, group, dims], each normalized, with its log-sum-exp.
-        total_at = (row * KV_HEADS + kv_head) * all_splits
-        part = ((total_at + split) * GROUP_P + m[:, None]) * D_P + d[None, :]
-        tl.store(partial + part, acc / total[:, None], m[:, None] < GROUP_P)
-        tl.store(lse + (total_at + split) * GROUP_P + m, top + tl.log2(total), m < GROUP_P)
-        if not PREFIX:
-            tl.debug_barrier()
-            arrived = tl.atomic_add(counters + row * KV_HEADS + kv_head, 1, sem="acq_rel")
-            if arrived == used - 1:
+        put_part(partial, lse, total_at + split, acc, top, total, GROUP_P, D_P, BLOCK_M)
+        tl.debug_barrier()
+        counter = counters + (row * KV_HEADS + kv_head) * counter_stride
+        count, stride = used, 1
+        last = used <= SPAN
+        if used > SPAN:
+            span = split // SPAN
+            first_of = total_at + span * SPAN
+            in_span = tl.minimum(used - span * SPAN, SPAN)
+            count, stride = tl.cdiv(used, SPAN), SPAN
+            last = arrived_last(counter + 1 + span, in_span)
+            if last:
+                acc_s, top_s, total_s = merged(partial, lse, first_of, 1, in_span, GROUP_P, D_P)
                 tl.debug_barrier()
-                tl.store(counters + row * KV_HEADS + kv_head, 0)
-                merge(
-                    partial, lse, out, sinks, total_at, used, row, kv_head,
-                    HEADS, GROUP, GROUP_P, D, D_P, SINKS,
+                put_part(partial, lse, first_of, acc_s, top_s, total_s, GROUP_P, D_P, GROUP_P)
+                tl.debug_barrier()
+        if last:  # noqa: SIM102 - the kernel language has no short circuit
+            if arrived_last(counter, count):
+                acc_m, top_m, total_m = merged(partial, lse, total_at, stride, count, GROUP_P, D_P)
+                finish(
+                    acc_m, top_m, total_m, partial, lse, total_at + splits, prefix_used, out, sinks, row, kv_head,
+                    HEADS, GROUP, GROUP_P, D, D_P, SINKS, GROUP_P,
                 )  # fmt: skip
 
 
 @triton.jit
-def merge(
-    partial, lse, out, sinks, total_at, count, row, kv_head,
+def finish(
+    acc, top, total, partial, lse, first, prefixes, out, sinks, row, kv_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr,
-    SINKS: tl.constexpr,
+    SINKS: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """Weigh `count` partial results of one row and KV head by exp(lse) and store their sum."""
-    AT_ONCE: tl.constexpr = 8
+    """Merge a row's own result, as M query heads, with the parts of its shared prefix and its sinks, and store it."""
+    m = tl.arange(0, M)
+    d = tl.arange(0, D_P)
+    for s in range(prefixes):
+        at = first + s
+        part_lse = tl.load(lse + at * GROUP_P + m, m < GROUP_P, float("-inf"), cache_modifier=".cg")
+        places = (at * GROUP_P + m[:, None]) * D_P + d[None, :]
+        part = tl.load(partial + places, m[:, None] < GROUP_P, 0.0, cache_modifier=".cg")
+        best = tl.maximum(top, part_lse)
+        shrink = tl.exp2(top - best)
+        weight = tl.exp2(part_lse - best)
+        acc = acc * shrink[:, None] + part * weight[:, None]
+        total = total * shrink + weight
+        top = best
+    if SINKS:
+        sink = tl.load(sinks + kv_head * GROUP + m, m < GROUP, float("-inf")).to(tl.float32) * LOG2E
+        total += tl.exp2(sink - top)
+    target = out + (row * HEADS + kv_head * GROUP + m[:, None]) * D + d[None, :]
+    tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), (m[:, None] < GROUP) & (d[None, :] < D))
+
+
+@triton.jit
+def arrived_last(counter, expected):
+    """Whether this program is the last of `expected` to arrive; the counter is then back at zero."""
+    last = tl.atomic_add(counter, 1, sem="acq_rel") == expected - 1
+    if last:
+        tl.debug_barrier()
+        tl.store(counter, 0)
+    return last
+
+
+@triton.jit
+def put_part(
+    partial, lse, part, acc, top, total, GROUP_P: tl.constexpr, D_P: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """Store one part, normalized, and its log-sum-exp."""
+    m = tl.arange(0, M)
+    d = tl.arange(0, D_P)
+    tl.store(partial + (part * GROUP_P + m[:, None]) * D_P + d[None, :], acc / total[:, None], m[:, None] < GROUP_P)
+    tl.store(lse + part * GROUP_P + m, top + tl.log2(total), m < GROUP_P)
+
+
+@triton.jit
+def merged(partial, lse, first, stride, count, GROUP_P: tl.constexpr, D_P: tl.constexpr):
+    """The online softmax over `count` parts from `first` on, `stride` apart: accumulator, maximum and sum."""
     g = tl.arange(0, GROUP_P)
     d = tl.arange(0, D_P)
-    s = tl.arange(0, AT_ONCE)
+    s = tl.arange(0, SPAN)
     top = tl.full([GROUP_P], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_P], tl.float32)
     acc = tl.zeros([GROUP_P, D_P], tl.float32)
-    for s0 in range(0, count, AT_ONCE):
-        at = total_at + s0 + s
+    for s0 in range(0, count, SPAN):
+        at = first + (s0 + s) * stride
         there = s0 + s < count
         part_lse = tl.load(
             lse + at[:, None] * GROUP_P + g[None, :], there[:, None], float("-inf"), cache_modifier=".cg"
@@ -175,21 +240,21 @@ def merge(
         acc = acc * shrink[:, None] + tl.sum(part * weights[:, :, None], 0)
         total = total * shrink + tl.sum(weights, 0)
         top = best
-    if SINKS:
-        sink = tl.load(sinks + kv_head * GROUP + g, g < GROUP, float("-inf")).to(tl.float32) * LOG2E
-        total += tl.exp2(sink - top)
-    target = out + (row * HEADS + kv_head * GROUP + g[:, None]) * D + d[None, :]
-    tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), (g[:, None] < GROUP) & (d[None, :] < D))
+    return acc, top, total
 
 
 @triton.jit(do_not_specialize=["splits", "suffix_splits", "all_splits", "min_chunk"])
 def _prefix(
-    qkv, kv, tables, slots, tiles, partial, lse, scale, softcap, splits, suffix_splits, all_splits, min_chunk,
-    qkv_stride, table_stride, block_stride,
+    qkv, kv, tables, slots, positions, tiles, q_norm, cos_sin, partial, lse,
+    scale, softcap, eps, splits, suffix_splits, all_splits, min_chunk, qkv_stride, table_stride, block_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr,
-    BT: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
+    BT: tl.constexpr, ROPE_DIM: tl.constexpr, NORM: tl.constexpr, FUSED: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        # In this order: what starts now finds the projection complete.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row0 = tl.load(tiles + 3 * tl.program_id(0))
     row1 = tl.load(tiles + 3 * tl.program_id(0) + 1)
     prefix = tl.load(tiles + 3 * tl.program_id(0) + 2)
@@ -204,9 +269,15 @@ def _prefix(
     row = row0 + m // GROUP_P
     g = m % GROUP_P
     inside = (row < row1) & (g < GROUP)
-    at = row.to(tl.int64) * qkv_stride + (kv_head * GROUP + g) * D
-    q = tl.load(qkv + at[:, None] + d[None, :], inside[:, None] & (d[None, :] < D), 0.0)
+    base = qkv + (row.to(tl.int64) * qkv_stride + (kv_head * GROUP + g) * D)[:, None]
+    q_inside = inside[:, None] & (d[None, :] < D)
     dtype = qkv.dtype.element_ty
+    if FUSED:
+        position = tl.load(positions + row, inside, 0).to(tl.int64)
+        turn = cos_sin + (position * ROPE_DIM)[:, None]
+        q = rotated(base, d[None, :], q_inside, q_norm, turn, eps, D, ROPE_DIM, NORM).to(dtype)
+    else:
+        q = tl.load(base + d[None, :], q_inside, 0.0)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D_P], tl.float32)
@@ -234,52 +305,6 @@ def _prefix(
     tl.store(lse + part * GROUP_P + g, top + tl.log2(total), there)
 
 
-@triton.jit(do_not_specialize=["splits", "prefix_splits", "all_splits", "min_chunk", "prefix_chunk"])
-def _merge_all(
-    partial, lse, out, slots, positions, firsts, sinks, splits, prefix_splits, all_splits, min_chunk, prefix_chunk,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr,
-    D: tl.constexpr, D_P: tl.constexpr, SINKS: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    g = tl.arange(0, GROUP_P)
-    d = tl.arange(0, D_P)
-    target = out + (row * HEADS + kv_head * GROUP + g[:, None]) * D + d[None, :]
-    inside = (g[:, None] < GROUP) & (d[None, :] < D)
-    slot = tl.load(slots + row)
-    if slot < 0:
-        tl.store(target, tl.zeros([GROUP_P, D_P], out.dtype.element_ty), inside)
-        return
-    low = tl.load(firsts + row)
-    _, used = split_range(low, tl.load(positions + row) + 1, splits, min_chunk, BLOCK_N)
-    _, prefix_used = split_range(0, low, prefix_splits, prefix_chunk, BLOCK_N)
-    prefix_used = tl.where(low > 0, prefix_used, 0)
-    total_at = (row * KV_HEADS + kv_head) * all_splits
-    top = tl.full([GROUP_P], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP_P], tl.float32)
-    acc = tl.zeros([GROUP_P, D_P], tl.float32)
-    AT_ONCE: tl.constexpr = 8
-    for s0 in range(0, used + prefix_used, AT_ONCE):
-        s = s0 + tl.arange(0, AT_ONCE)
-        there = s < used + prefix_used
-        at = total_at + tl.where(s < used, s, s - used + splits)
-        part_lse = tl.load(lse + at[:, None] * GROUP_P + g[None, :], there[:, None], float("-inf"))
-        part = tl.load(
-            partial + (at[:, None, None] * GROUP_P + g[None, :, None]) * D_P + d[None, None, :],
-            there[:, None, None], 0.0,
-        )  # fmt: skip
-        best = tl.maximum(top, tl.max(part_lse, 0))
-        shrink = tl.exp2(top - best)
-        weights = tl.exp2(part_lse - best[None, :])
-        acc = acc * shrink[:, None] + tl.sum(part * weights[:, :, None], 0)
-        total = total * shrink + tl.sum(weights, 0)
-        top = best
-    if SINKS:
-        sink = tl.load(sinks + kv_head * GROUP + g, g < GROUP, float("-inf")).to(tl.float32) * LOG2E
-        total += tl.exp2(sink - top)
-    tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), inside)
-
-
 class DecodeWorkspace:
     """Partial results of split contexts; shared by all layers, since a layer is done with it before the next begins."""
 
@@ -289,7 +314,10 @@ class DecodeWorkspace:
         most = max(n * splits_of_rows(n) for n in range(1, rows + 1)) * kv_heads * group_p
         self.partial = torch.empty(most * dim_p, dtype=torch.float32, device=device)
         self.lse = torch.empty(most, dtype=torch.float32, device=device)
-        self.counters = torch.zeros(rows * kv_heads, dtype=torch.int32, device=device)
+        # Of each row and KV head: one counter for the merge of all, one for each span of parts.
+        most_splits = max(splits_of_rows(n) for n in range(1, rows + 1))
+        self.counter_stride = 1 + triton.cdiv(most_splits, SPAN.value)
+        self.counters = torch.zeros(rows * kv_heads * self.counter_stride, dtype=torch.int32, device=device)
 
     @property
     def nbytes(self) -> int:
@@ -331,38 +359,35 @@ def decode_attention(
     `qkv` [rows, (heads + 2 kv_heads) * dim]. With `cos_sin` the projection is raw: this kernel normalizes and rotates it and
     writes the row's key and value to the cache; otherwise `rope_cache` has done so. `kv` [blocks, 2, kv_heads, block_tokens,
     dim]. Rows with slot -1 give zeros. Cascade: `firsts` [rows] keys are shared; `tiles` [n, 3] (first row, end row, shared
-    keys) says which rows share them, at most 64 / next_power_of_2(group) rows a tile; needs a finished projection.
+    keys) says which rows share them, at most 64 / next_power_of_2(group) rows a tile.
     """
     rows = len(slots)
     _, _, kv_heads, block_tokens, dim = kv.shape
     group = heads // kv_heads
     group_p, dim_p = triton.next_power_of_2(group), max(16, triton.next_power_of_2(dim))
     fused, prefix = cos_sin is not None, tiles is not None
-    assert not (prefix and (fused or window is not None))
+    assert not (prefix and window is not None)
+    assert splits <= (work.counter_stride - 1) * SPAN.value
     all_splits = splits + prefix_splits if prefix else splits
     some = work.lse
     shape = {"GROUP": group, "GROUP_P": group_p, "D": dim, "D_P": dim_p}
+    norms = (some if q_norm is None else q_norm, some if k_norm is None else k_norm)
+    rotation = {"ROPE_DIM": rope_dim if fused else 0, "NORM": q_norm is not None, "FUSED": fused}
+    early = {"launch_pdl": True} if pdl else {}
     if prefix:
         _prefix[(len(tiles), kv_heads, prefix_splits)](
-            qkv, kv, tables, slots, tiles, work.partial, work.lse, scale, softcap or 0.0, prefix_splits, splits,
-            all_splits, prefix_chunk, qkv.stride(0), tables.stride(0), kv.stride(0),
-            KV_HEADS=kv_heads, **shape, BT=block_tokens, SOFTCAP=softcap is not None, BLOCK_M=64,
-            BLOCK_N=block_n, STAGES=2, num_warps=4,
+            qkv, kv, tables, slots, positions, tiles, norms[0], cos_sin if fused else some, work.partial, work.lse,
+            scale, softcap or 0.0, eps, prefix_splits, splits, all_splits, prefix_chunk,
+            qkv.stride(0), tables.stride(0), kv.stride(0),
+            KV_HEADS=kv_heads, **shape, BT=block_tokens, **rotation, SOFTCAP=softcap is not None, BLOCK_M=64,
+            BLOCK_N=block_n, PDL=pdl, STAGES=2, num_warps=4, **early,
         )  # fmt: skip
     _decode[(rows, kv_heads, splits)](
-        qkv, out, kv, tables, slots, positions, firsts if prefix else slots, some if q_norm is None else q_norm,
-        some if k_norm is None else k_norm, cos_sin if fused else some, some if sinks is None else sinks,
-        work.partial, work.lse, work.counters,
-        scale, softcap or 0.0, window or 0, eps, splits, all_splits, min_chunk,
-        qkv.stride(0), tables.stride(0), kv.stride(0),
-        HEADS=heads, KV_HEADS=kv_heads, **shape, BT=block_tokens, ROPE_DIM=rope_dim if fused else 0,
-        NORM=q_norm is not None, FUSED=fused, PREFIX=prefix, WINDOW=window is not None, SOFTCAP=softcap is not None,
-        SINKS=sinks is not None, BLOCK_M=max(16, group_p), BLOCK_N=block_n, PDL=pdl, STAGES=stages,
-        num_warps=num_warps, **({"launch_pdl": True} if pdl else {}),
+        qkv, out, kv, tables, slots, positions, firsts if prefix else slots, *norms, cos_sin if fused else some,
+        some if sinks is None else sinks, work.partial, work.lse, work.counters,
+        scale, softcap or 0.0, window or 0, eps, splits, all_splits, min_chunk, prefix_splits, prefix_chunk,
+        qkv.stride(0), tables.stride(0), kv.stride(0), work.counter_stride,
+        HEADS=heads, KV_HEADS=kv_heads, **shape, BT=block_tokens, **rotation, PREFIX=prefix,
+        WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
+        BLOCK_M=max(16, group_p), BLOCK_N=block_n, PDL=pdl, STAGES=stages, num_warps=num_warps, **early,
     )  # fmt: skip
-    if prefix:
-        _merge_all[(rows, kv_heads)](
-            work.partial, work.lse, out, slots, positions, firsts, some if sinks is None else sinks, splits,
-            prefix_splits, all_splits, min_chunk, prefix_chunk,
-            HEADS=heads, KV_HEADS=kv_heads, **shape, SINKS=sinks is not None, BLOCK_N=block_n, num_warps=4,
-        )  # fmt: skip

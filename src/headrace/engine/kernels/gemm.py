@@ -15,19 +15,24 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headrace.engine.kernels.activation import ACTIVATIONS, act
 
 
 @dataclass(frozen=True, slots=True)
 class GemmConfig:
-    """One way to run a product: output columns and inner elements per step, parts of the inner dimension, warps, stages."""
+    """One way to run a product: output columns and inner elements per step, parts of the inner dimension, warps, stages.
+
+    `tma`: operands come by bulk tensor copies (compute capability 9 and later; columns and inner must divide evenly).
+    """
 
     block_n: int
     block_k: int
     split_k: int
     num_warps: int
     stages: int
+    tma: bool = False
 
 
 @triton.jit
@@ -57,7 +62,7 @@ def _skinny(
     rows, columns, inner, count, eps, scale, x_stride, out_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
     NORM: tl.constexpr, PAIR: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-    GAIN: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
+    GAIN: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     part = tl.program_id(1)
@@ -67,13 +72,14 @@ def _skinny(
     steps = tl.cdiv(tl.cdiv(inner, BLOCK_K), SPLIT_K)
     begin = part * steps * BLOCK_K
     stop = tl.minimum(begin + steps * BLOCK_K, inner)
-    w_at = w + n.to(tl.int64)[None, :] * inner
-    w2_at = w_at + columns.to(tl.int64) * inner
+    if not TMA:
+        w_at = w + n.to(tl.int64)[None, :] * inner
+        w2_at = w_at + columns.to(tl.int64) * inner
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc2 = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        if EVEN:
+        if EVEN and not TMA:
             # The weights depend on no one: fetch the first of them while the kernel before this one ends.
             AHEAD: tl.constexpr = BLOCK_K // 64 * 2
             lines = tl.arange(0, AHEAD)[:, None] * 64
@@ -84,7 +90,10 @@ def _skinny(
         tl.extra.cuda.gdc_wait()
     for k0 in tl.range(begin, stop, BLOCK_K, num_stages=STAGES):
         k = k0 + tl.arange(0, BLOCK_K)
-        if EVEN:
+        if TMA:
+            a = x.load([0, k0])
+            b = w.load([tile * BLOCK_N, k0]).T
+        elif EVEN:
             a = tl.load(x + m[:, None] * x_stride + k[None, :], m[:, None] < rows, 0.0)
             b = tl.load(w_at + k[:, None])
         else:
@@ -93,7 +102,9 @@ def _skinny(
             b = tl.load(w_at + k[:, None], n_inside[None, :] & there[:, None], 0.0)
         acc = tl.dot(a, b, acc, input_precision="ieee")
         if PAIR:
-            if EVEN:
+            if TMA:
+                b2 = w.load([columns + tile * BLOCK_N, k0]).T
+            elif EVEN:
                 b2 = tl.load(w2_at + k[:, None])
             else:
                 there = k < stop
@@ -194,16 +205,21 @@ def skinny_gemm(
     assert c.split_k == 1 or c.split_k * block_m * w.shape[0] <= work.parts.numel()
     assert c.split_k == 1 or tiles <= work.counters.numel()
     some = work.parts
+    x_given, w_given = source, w
+    if c.tma:
+        assert even
+        x_given = TensorDescriptor.from_tensor(source, [block_m, c.block_k])
+        w_given = TensorDescriptor.from_tensor(w, [c.block_n, c.block_k])
     if gained is not None:
         assert tiles * 64 <= gained.squares.numel()
         gained.count = tiles
     _skinny[(tiles, c.split_k)](
-        source, w, some if bias is None else bias, x.squares if normed else some, some if gain is None else gain,
+        x_given, w_given, some if bias is None else bias, x.squares if normed else some, some if gain is None else gain,
         some if residual is None else residual, out, out if gained is None else gained.values,
         some if gained is None else gained.squares, work.parts, work.counters,
         rows, columns, inner, x.count if normed else 0, eps, scale, source.stride(0), out.stride(0),
         BLOCK_M=block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, SPLIT_K=c.split_k, NORM=normed,
         PAIR=pair is not None, KIND=ACTIVATIONS[pair or "silu"], BIAS=bias is not None, RESIDUAL=residual is not None,
-        GAIN=gained is not None, EVEN=even, PDL=pdl, STAGES=c.stages, num_warps=c.num_warps,
+        GAIN=gained is not None, EVEN=even, TMA=c.tma, PDL=pdl, STAGES=c.stages, num_warps=c.num_warps,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

@@ -10,8 +10,12 @@ import triton.language as tl
 @triton.jit
 def _add_norm(
     x, y, post_weight, weight, out, bad, width, x_stride, y_stride, out_stride, eps, scale,
-    HAS_Y: tl.constexpr, HAS_POST: tl.constexpr, HAS_OUT: tl.constexpr, CHECK: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_Y: tl.constexpr, HAS_POST: tl.constexpr, HAS_OUT: tl.constexpr, CHECK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
@@ -44,6 +48,7 @@ def add_norm(
     post_weight: torch.Tensor | None = None,
     scale: float = 1.0,
     bad: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> None:
     """x += scale * post(y) in place, then out = x / rms(x) * weight; rows [tokens, width], contiguous in the last dimension.
 
@@ -58,5 +63,6 @@ def add_norm(
         x if out is None else out, x if bad is None else bad, width,
         x.stride(0), some.stride(0), 0 if out is None else out.stride(0), eps, scale,
         HAS_Y=y is not None, HAS_POST=post_weight is not None, HAS_OUT=weight is not None, CHECK=bad is not None,
-        BLOCK=block, num_warps=8 if block >= 4096 else 4 if block >= 1024 else 1,
+        PDL=pdl, BLOCK=block, num_warps=8 if block >= 4096 else 4 if block >= 1024 else 1,
+        **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

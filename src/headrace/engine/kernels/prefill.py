@@ -2,7 +2,8 @@
 
 A tile of BLOCK_M queries of one head walks its keys in blocks of BLOCK_N. Keys before the chunk are read through the block
 table; the chunk's own are still contiguous in the projection's output and are read there. Blocks wholly below the diagonal
-need no mask. Bound by the tensor cores for chunks of some hundred tokens and more.
+need no mask. Bound by the tensor cores for chunks of some hundred tokens and more. A short chunk makes few tiles: where its
+context is long, the cached keys of a tile are cut among programs, and the last one to finish merges what they found.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.engine.kernels.decode import LOG2E, scored
+from headrace.engine.kernels.decode import LOG2E, arrived_last, scored, split_range
 
 
 @triton.jit
@@ -35,12 +36,13 @@ def _advance(q, k, v, seen, acc, top, total, scale, softcap, MASK: tl.constexpr,
     return acc, best, total
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["window", "splits", "split_tiles", "min_chunk"])
 def _prefill(
-    qkv, out, kv, tables, chunks, tiles, sinks, scale, softcap, window, qkv_stride, table_stride, block_stride,
+    qkv, out, kv, tables, chunks, tiles, sinks, partial, lse, counters, scale, softcap, window, splits, split_tiles,
+    min_chunk, qkv_stride, table_stride, block_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr,
     BT: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, EVEN_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     tile = tl.program_id(1)
@@ -65,12 +67,23 @@ def _prefill(
     oldest = 0
     if WINDOW:
         oldest = tl.maximum(start + m0 - window + 1, 0)
+    split = 0
+    used = 1
+    begin = oldest // BLOCK_N * BLOCK_N
+    stop = start
+    if SPLIT:
+        split = tl.program_id(2)
+        cut, used = split_range(begin, start, tl.where(tile < split_tiles, splits, 1), min_chunk, BLOCK_N)
+        if split >= used:
+            return
+        begin += split * cut
+        stop = tl.minimum(begin + cut, start)
 
     # Keys of earlier steps, in pages.
     page_size = BT * D
-    for n0 in tl.range(oldest // BLOCK_N * BLOCK_N, start, BLOCK_N, num_stages=STAGES):
+    for n0 in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
         n = n0 + tl.arange(0, BLOCK_N)
-        there = n < start
+        there = n < stop
         if WINDOW:
             there = there & (n >= oldest)
         page = tl.load(tables + slot * table_stride + n // BT, there, 0).to(tl.int64)
@@ -88,6 +101,12 @@ def _prefill(
     fresh = 0
     if WINDOW:
         fresh = tl.maximum(m0 - window + 1, 0) // BLOCK_N * BLOCK_N
+    end = tl.minimum(m0 + BLOCK_M, length)
+    diagonal = m0
+    if SPLIT:
+        # They are the last part's.
+        fresh = tl.where(split == used - 1, fresh, end)
+        diagonal = tl.where(split == used - 1, m0, end)
     for n0 in tl.range(fresh, m0, BLOCK_N, num_stages=STAGES):
         n = n0 + tl.arange(0, BLOCK_N)
         at = n.to(tl.int64) * qkv_stride
@@ -103,7 +122,7 @@ def _prefill(
         acc, top, total = _advance(q, k, v, seen, acc, top, total, scale, softcap, WINDOW, SOFTCAP)
 
     # The blocks that the diagonal crosses.
-    for n0 in tl.range(m0, tl.minimum(m0 + BLOCK_M, length), BLOCK_N, num_stages=1):
+    for n0 in tl.range(diagonal, end, BLOCK_N, num_stages=1):
         n = n0 + tl.arange(0, BLOCK_N)
         at = n.to(tl.int64) * qkv_stride
         there = n < length
@@ -114,10 +133,56 @@ def _prefill(
             seen = seen & (n[None, :] > m[:, None] - window)
         acc, top, total = _advance(q, k, v, seen, acc, top, total, scale, softcap, True, SOFTCAP)
 
-    if SINKS:
-        total += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2E - top)
     target = out + (row0 + m[:, None]) * (HEADS * D) + head * D + d[None, :]
-    tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), (m[:, None] < length) & d_inside[None, :])
+    inside = (m[:, None] < length) & d_inside[None, :]
+    if used == 1:
+        if SINKS:
+            total += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2E - top)
+        tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), inside)
+    elif SPLIT:
+        first = (tile.to(tl.int64) * HEADS + head) * splits
+        row = tl.arange(0, BLOCK_M)
+        places = row[:, None] * D_P + d[None, :]
+        # With a window, a part may hold no key that a row sees.
+        total_safe = tl.where(total > 0.0, total, 1.0)
+        tl.store(partial + (first + split) * (BLOCK_M * D_P) + places, acc / total_safe[:, None])
+        found = tl.where(total > 0.0, top + tl.log2(total_safe), float("-inf"))
+        tl.store(lse + (first + split) * BLOCK_M + row, found)
+        tl.debug_barrier()
+        if arrived_last(counters + tile * HEADS + head, used):
+            top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
+            acc = tl.zeros([BLOCK_M, D_P], tl.float32)
+            for s in range(used):
+                part_lse = tl.load(lse + (first + s) * BLOCK_M + row, cache_modifier=".cg")
+                part = tl.load(partial + (first + s) * (BLOCK_M * D_P) + places, cache_modifier=".cg")
+                best = tl.maximum(top, part_lse)
+                base = tl.where(best == float("-inf"), 0.0, best)
+                shrink = tl.exp2(top - base)
+                weight = tl.exp2(part_lse - base)
+                acc = acc * shrink[:, None] + part * weight[:, None]
+                total = total * shrink + weight
+                top = best
+            if SINKS:
+                total += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2E - top)
+            tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), inside)
+
+
+class PrefillWorkspace:
+    """Parts of tiles whose keys are cut among programs; shared by all layers. Counters are zero between launches."""
+
+    def __init__(self, tiles: int, splits: int, heads: int, block_m: int, dim: int, device: torch.device) -> None:
+        """Room for `splits` parts of each of the first `tiles` tiles."""
+        self.tiles, self.splits, self.block_m = tiles, splits, block_m
+        parts = tiles * heads * splits * block_m
+        dim_p = max(16, triton.next_power_of_2(dim))
+        self.partial = torch.empty(parts * dim_p, dtype=torch.float32, device=device)
+        self.lse = torch.empty(parts, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(tiles * heads, dtype=torch.int32, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.partial.nbytes + self.lse.nbytes + self.counters.nbytes
 
 
 def prefill_attention(
@@ -137,20 +202,25 @@ def prefill_attention(
     block_n: int = 64,
     num_warps: int = 8,
     stages: int = 2,
+    work: PrefillWorkspace | None = None,
+    min_chunk: int = 1024,
 ) -> None:
     """out [tokens, heads * dim] for chunks of several sequences; rows of no chunk are left alone.
 
     `qkv` [tokens, (heads + 2 kv_heads) * dim] after `rope_cache`. `chunks` [n, 4] int32: slot, first position, length, first
     row. `tiles` [t, 2] int32: chunk and the first query of each tile of `block_m` (a multiple of `block_n`) queries; a chunk of
-    length 0 is padding.
+    length 0 is padding. With `work` the cached keys of its first tiles are cut into parts of at least `min_chunk`.
     """
     _, _, kv_heads, block_tokens, dim = kv.shape
     assert block_m % block_n == 0
+    assert work is None or work.block_m == block_m
     dim_p = max(16, triton.next_power_of_2(dim))
-    _prefill[(heads, len(tiles))](
-        qkv, out, kv, tables, chunks, tiles, kv if sinks is None else sinks, scale, softcap or 0.0, window or 0,
-        qkv.stride(0), tables.stride(0), kv.stride(0),
+    splits = 1 if work is None else work.splits
+    parts = (out, out, out) if work is None else (work.partial, work.lse, work.counters)
+    _prefill[(heads, len(tiles), splits)](
+        qkv, out, kv, tables, chunks, tiles, kv if sinks is None else sinks, *parts, scale, softcap or 0.0, window or 0,
+        splits, 0 if work is None else work.tiles, min_chunk, qkv.stride(0), tables.stride(0), kv.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, GROUP=heads // kv_heads, D=dim, D_P=dim_p, BT=block_tokens,
-        WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None, EVEN_D=dim == dim_p,
+        WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None, EVEN_D=dim == dim_p, SPLIT=work is not None,
         BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, num_warps=num_warps,
     )  # fmt: skip

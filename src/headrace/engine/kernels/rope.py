@@ -36,8 +36,11 @@ def rotated(base, at, inside, norm, cos_sin, eps, D: tl.constexpr, ROPE_DIM: tl.
 def _rope_cache(
     qkv, kv, tables, slots, positions, q_norm, k_norm, cos_sin, eps, qkv_stride, table_stride, block_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS_P: tl.constexpr, KV_HEADS_P: tl.constexpr, D: tl.constexpr,
-    D_P: tl.constexpr, BT: tl.constexpr, ROPE_DIM: tl.constexpr, NORM: tl.constexpr,
+    D_P: tl.constexpr, BT: tl.constexpr, ROPE_DIM: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     position = tl.load(positions + row)
@@ -77,6 +80,7 @@ def rope_cache(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
+    pdl: bool = False,
 ) -> None:
     """Normalize and rotate queries and keys of `qkv` [tokens, (heads + 2 kv_heads) * dim] in place; store keys and values.
 
@@ -90,5 +94,6 @@ def rope_cache(
         cos_sin, eps, qkv.stride(0), tables.stride(0), kv.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, HEADS_P=triton.next_power_of_2(heads),
         KV_HEADS_P=triton.next_power_of_2(kv_heads), D=dim, D_P=triton.next_power_of_2(dim), BT=block_tokens,
-        ROPE_DIM=rope_dim, NORM=q_norm is not None, num_warps=4 if tiles >= 1024 else 1,
+        ROPE_DIM=rope_dim, NORM=q_norm is not None, PDL=pdl,
+        num_warps=4 if tiles >= 1024 else 1, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

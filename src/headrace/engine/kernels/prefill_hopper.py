@@ -1,0 +1,333 @@
+"""Attention of long prompt chunks on Hopper cards: the tiles of `prefill`, with their work divided among warps.
+
+One warp loads (bulk tensor copies into a ring in shared memory), two groups of four warps compute 64 queries each. A group's
+tensor-core products are asynchronous: scores of the next keys are under way while this block's weights are made, and the two
+groups fall out of step with each other, so that one's exponentials hide behind the other's products. Programs stay resident
+and take tiles one after the other, the longest first, in serpentine order.
+
+Bulk copies need keys that lie in rows: those of earlier steps are gathered from their blocks first (`gather`), which costs
+a pass over them; a chunk's own lie in the projection's output already.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+TILE = 128
+"""Queries of a tile, and keys of a block."""
+STAGES = 2
+
+
+@gluon.jit
+def _unit(turn, programs, heads, tiles, chunks, offsets):
+    """The turn's unit of a program: (head, first row of the chunk, first query, its length, cached keys, their first row)."""
+    program = gl.program_id(0)
+    index = turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
+    tile = index // heads
+    chunk = gl.load(tiles + 2 * tile)
+    m0 = gl.load(tiles + 2 * tile + 1)
+    start = gl.load(chunks + 4 * chunk + 1)
+    length = gl.load(chunks + 4 * chunk + 2)
+    row0 = gl.load(chunks + 4 * chunk + 3)
+    offset = gl.load(offsets + chunk)
+    return index % heads, row0, m0, length, start, offset
+
+
+@gluon.jit
+def _turns(units, programs):
+    """How many units this program has."""
+    program = gl.program_id(0)
+    whole = units // programs
+    place = gl.where(whole % 2 == 0, program, programs - 1 - program)
+    return whole + (place < units % programs).to(gl.int32)
+
+
+@gluon.jit
+def _produce(
+    qkv_rows, qkv_keys, cached, tiles, chunks, offsets, units, programs, q_s, k_s, v_s,
+    q_full, q_free, k_full, k_free, v_full, v_free,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    GROUP: gl.constexpr = HEADS // KV_HEADS
+    block_bytes: gl.constexpr = BLOCK * D * 2
+    at = 0
+    for turn in range(_turns(units, programs)):
+        head, row0, m0, _, start, offset = _unit(turn, programs, HEADS, tiles, chunks, offsets)
+        kv_head = head // GROUP
+        mbarrier.wait(q_free, (turn + 1) & 1)
+        mbarrier.expect(q_full, block_bytes)
+        tma.async_copy_global_to_shared(qkv_rows, [row0 + m0, head * D], q_full, q_s.index(0))
+        tma.async_copy_global_to_shared(qkv_rows, [row0 + m0 + BLOCK // 2, head * D], q_full, q_s.index(1))
+        own = m0 // BLOCK + 1
+        blocks = own + (start + BLOCK - 1) // BLOCK
+        for j in range(blocks):
+            fresh = j < own
+            row = gl.where(fresh, row0 + (own - 1 - j) * BLOCK, offset + (blocks - 1 - j) * BLOCK)
+            stage = at % STAGES
+            phase = (at // STAGES + 1) & 1
+            mbarrier.wait(k_free.index(stage), phase)
+            mbarrier.expect(k_full.index(stage), block_bytes)
+            tma.async_copy_global_to_shared(
+                qkv_keys, [row, (HEADS + kv_head) * D], k_full.index(stage), k_s.index(stage), pred=fresh
+            )
+            tma.async_copy_global_to_shared(
+                cached, [row, kv_head * D], k_full.index(stage), k_s.index(stage), pred=j >= own
+            )
+            mbarrier.wait(v_free.index(stage), phase)
+            mbarrier.expect(v_full.index(stage), block_bytes)
+            tma.async_copy_global_to_shared(
+                qkv_keys, [row, (HEADS + KV_HEADS + kv_head) * D], v_full.index(stage), v_s.index(stage), pred=fresh
+            )
+            tma.async_copy_global_to_shared(
+                cached, [row, (KV_HEADS + kv_head) * D], v_full.index(stage), v_s.index(stage), pred=j >= own
+            )
+            at += 1
+
+
+@gluon.jit
+def _cleared(v_s, inside, BLOCK: gl.constexpr, D: gl.constexpr):
+    """Zero the rows of a value block from `inside` on: another sequence's, which may hold anything, also no numbers."""
+    PIECE: gl.constexpr = 32
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    rows = gl.arange(0, PIECE, gl.SliceLayout(1, layout))
+    for i in gl.static_range(BLOCK // PIECE):
+        piece = v_s.slice(i * PIECE, PIECE)
+        values = piece.load(layout)
+        piece.store(gl.where((i * PIECE + rows < inside)[:, None], values, gl.zeros_like(values)))
+    fence_async_shared()
+
+
+@gluon.jit
+def _advance(
+    q, k_s, v_s, k_full, k_free, v_full, v_free, nothing, acc, top, total, p, at, scale, zero, seen,
+    HALF: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Score block `at` + 1 of keys while block `at` of values is added with its weights p."""
+    before, before_phase = at % STAGES, (at // STAGES) & 1
+    at += 1
+    stage = at % STAGES
+    mbarrier.wait(k_full.index(stage), (at // STAGES) & 1)
+    scoring = warpgroup_mma(q, k_s.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(before), before_phase)
+    adding = warpgroup_mma(p, v_s.index(before), acc, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=[scoring])
+    mbarrier.arrive(k_free.index(stage))
+    if not isinstance(seen, gl.constexpr):
+        scores = gl.where(seen, scores, float("-inf"))
+    best = gl.maximum(top, gl.max(scores, 1) * scale)
+    shrink = gl.exp2(top - best)
+    weights = gl.exp2(scores * scale - best[:, None])
+    total = total * shrink + gl.sum(weights, 1)
+    # The compiler would move the wait ahead of the exponentials, and nothing would overlap with the products. Barriers keep
+    # their place, so one whose number depends on the sums, by a zero unknown to the compiler, holds the wait back.
+    if HALF == 0:
+        total = gl.inline_asm_elementwise(
+            "{ .reg .b32 t; or.b32 t, $2, $3; and.b32 t, t, $4; add.u32 t, t, 8; bar.sync t, 128; "
+            "mov.b32 $0, $2; mov.b32 $1, $3; }",
+            "=r,=r,r,r,r,r", [total, zero], dtype=gl.float32, is_pure=False, pack=2,
+        )  # fmt: skip
+    else:
+        total = gl.inline_asm_elementwise(
+            "{ .reg .b32 t; or.b32 t, $2, $3; and.b32 t, t, $4; add.u32 t, t, 10; bar.sync t, 128; "
+            "mov.b32 $0, $2; mov.b32 $1, $3; }",
+            "=r,=r,r,r,r,r", [total, zero], dtype=gl.float32, is_pure=False, pack=2,
+        )  # fmt: skip
+    acc, weights, total = warpgroup_mma_wait(0, deps=[adding, weights, total])
+    mbarrier.arrive(v_free.index(before))
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
+    p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
+    return acc, best, total, p, at
+
+
+@gluon.jit
+def _consume(
+    HALF: gl.constexpr, out, tiles, chunks, offsets, units, programs, scale, q_s, k_s, v_s,
+    q_full, q_free, k_full, k_free, v_full, v_free,
+    HEADS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    ROWS: gl.constexpr = BLOCK // 2
+    scored: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    summed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    weighing: gl.constexpr = gl.DotOperandLayout(0, summed, 2)
+    stored: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    m_rel = HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, scored))
+    n_rel = gl.arange(0, BLOCK, gl.SliceLayout(0, scored))
+    nothing = gl.zeros([ROWS, BLOCK], gl.float32, scored)
+    q = q_s.index(HALF)
+    zero = units >> 31
+    at = 0
+    for turn in range(_turns(units, programs)):
+        head, row0, m0, length, start, _ = _unit(turn, programs, HEADS, tiles, chunks, offsets)
+        own = m0 // BLOCK + 1
+        blocks = own + (start + BLOCK - 1) // BLOCK
+        mbarrier.wait(q_full, turn & 1)
+        # The block that the diagonal crosses.
+        stage = at % STAGES
+        phase = (at // STAGES) & 1
+        mbarrier.wait(k_full.index(stage), phase)
+        scores = warpgroup_mma(q, k_s.index(stage).permute((1, 0)), nothing, use_acc=False)
+        mbarrier.arrive(k_free.index(stage))
+        scores = gl.where(n_rel[None, :] <= m_rel[:, None], scores, float("-inf"))
+        top = gl.max(scores, 1) * scale
+        weights = gl.exp2(scores * scale - top[:, None])
+        total = gl.sum(weights, 1)
+        acc = gl.zeros([ROWS, D], gl.float32, summed)
+        p = gl.convert_layout(weights.to(out.dtype.element_ty), weighing)
+        if m0 + BLOCK > length:
+            mbarrier.wait(v_full.index(stage), phase)
+            _cleared(v_s.index(stage), length - m0, BLOCK, D)
+        for _ in range(1, own):
+            acc, top, total, p, at = _advance(
+                q, k_s, v_s, k_full, k_free, v_full, v_free, nothing, acc, top, total, p, at, scale, zero, True, HALF, STAGES
+            )
+        # The last block of cached keys comes first and may be ragged.
+        old = blocks - own
+        for _ in range(min(old, 1)):
+            there = (n_rel < start - (old - 1) * BLOCK)[None, :]
+            acc, top, total, p, at = _advance(
+                q, k_s, v_s, k_full, k_free, v_full, v_free, nothing, acc, top, total, p, at, scale, zero, there, HALF, STAGES
+            )
+        for _ in range(1, old):
+            acc, top, total, p, at = _advance(
+                q, k_s, v_s, k_full, k_free, v_full, v_free, nothing, acc, top, total, p, at, scale, zero, True, HALF, STAGES
+            )
+        mbarrier.arrive(q_free)
+        stage = at % STAGES
+        mbarrier.wait(v_full.index(stage), (at // STAGES) & 1)
+        acc = warpgroup_mma(p, v_s.index(stage), acc)
+        mbarrier.arrive(v_free.index(stage))
+        at += 1
+        acc = acc / gl.convert_layout(total, gl.SliceLayout(1, summed))[:, None]
+        result = gl.convert_layout(acc.to(out.dtype.element_ty), stored)
+        m = m0 + HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, stored))
+        d = gl.arange(0, D, gl.SliceLayout(0, stored))
+        target = out + (row0 + m).to(gl.int64)[:, None] * (HEADS * D) + head * D + d[None, :]
+        gl.store(target, result, (m < length)[:, None])
+
+
+@gluon.jit(do_not_specialize=["units", "programs"])
+def _prefill_hopper(
+    qkv_rows, qkv_keys, cached, out, tiles, chunks, offsets, units, programs, scale,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    q_s = gl.allocate_shared_memory(qkv_rows.dtype, [2, BLOCK // 2, D], qkv_rows.layout)
+    k_s = gl.allocate_shared_memory(qkv_rows.dtype, [STAGES, BLOCK, D], qkv_keys.layout)
+    v_s = gl.allocate_shared_memory(qkv_rows.dtype, [STAGES, BLOCK, D], qkv_keys.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_free, count=2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_free.index(i), count=2)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_free.index(i), count=2)
+    fence_async_shared()
+    scale *= 1.4426950408889634
+    gl.warp_specialize(
+        [
+            (
+                _first_half,
+                (
+                    out, tiles, chunks, offsets, units, programs, scale, q_s, k_s, v_s,
+                    q_full, q_free, k_full, k_free, v_full, v_free, HEADS, D, BLOCK, STAGES,
+                ),
+            ),
+            (
+                _second_half,
+                (
+                    out, tiles, chunks, offsets, units, programs, scale, q_s, k_s, v_s,
+                    q_full, q_free, k_full, k_free, v_full, v_free, HEADS, D, BLOCK, STAGES,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    qkv_rows, qkv_keys, cached, tiles, chunks, offsets, units, programs, q_s, k_s, v_s,
+                    q_full, q_free, k_full, k_free, v_full, v_free, HEADS, KV_HEADS, D, BLOCK, STAGES,
+                ),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _first_half(
+    out, tiles, chunks, offsets, units, programs, scale, q_s, k_s, v_s, q_full, q_free, k_full, k_free, v_full, v_free,
+    HEADS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    _consume(
+        0, out, tiles, chunks, offsets, units, programs, scale, q_s, k_s, v_s,
+        q_full, q_free, k_full, k_free, v_full, v_free, HEADS, D, BLOCK, STAGES,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _second_half(
+    out, tiles, chunks, offsets, units, programs, scale, q_s, k_s, v_s, q_full, q_free, k_full, k_free, v_full, v_free,
+    HEADS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    _consume(
+        1, out, tiles, chunks, offsets, units, programs, scale, q_s, k_s, v_s,
+        q_full, q_free, k_full, k_free, v_full, v_free, HEADS, D, BLOCK, STAGES,
+    )  # fmt: skip
+
+
+def fits(capability: tuple[int, int], dtype: torch.dtype, dim: int, plain: bool) -> str | None:
+    """Why these kernels cannot serve a model, or None. `plain`: no window, soft cap or sinks anywhere."""
+    if capability[0] != 9:
+        return f"compute capability {capability[0]}.{capability[1]} has no warp-group products"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"{dtype} is not bf16 or fp16"
+    if dim not in (64, 128):
+        return f"head dimension {dim} is neither 64 nor 128"
+    return None if plain else "windows, soft caps and sinks are not covered"
+
+
+def prefill_hopper(
+    qkv: torch.Tensor,
+    out: torch.Tensor,
+    cached: torch.Tensor,
+    chunks: torch.Tensor,
+    tiles: torch.Tensor,
+    offsets: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+    *,
+    scale: float,
+    programs: int,
+) -> None:
+    """`prefill_attention` with tiles of `TILE` queries for bf16 or fp16 heads of 64 or 128 dimensions.
+
+    `cached` [rows, 2 * kv_heads * dim]: keys and values of earlier steps as `gather_rows` leaves them, those of chunk i from
+    row `offsets[i]` on (a multiple of `TILE`). `programs`: the card's multiprocessors. A chunk's row, start and first query
+    of each tile count as in `prefill_attention`.
+    """
+    dim = cached.shape[1] // (2 * kv_heads)
+    kind = gl.bfloat16 if qkv.dtype == torch.bfloat16 else gl.float16
+    half, whole = [TILE // 2, dim], [TILE, dim]
+    layout = gl.NVMMASharedLayout.get_default_for(whole, kind)
+    units = heads * len(tiles)
+    count = min(programs, units)
+    _prefill_hopper[(count,)](
+        TensorDescriptor.from_tensor(qkv, half, gl.NVMMASharedLayout.get_default_for(half, kind)),
+        TensorDescriptor.from_tensor(qkv, whole, layout), TensorDescriptor.from_tensor(cached, whole, layout),
+        out, tiles, chunks, offsets, units, count, scale,
+        HEADS=heads, KV_HEADS=kv_heads, D=dim, BLOCK=TILE, STAGES=STAGES, num_warps=4,
+    )  # fmt: skip
