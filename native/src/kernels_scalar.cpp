@@ -24,8 +24,8 @@ static void tile_of(const Matrix& m, int64_t t, const QRows& x, int64_t row0, in
           const float d = half_to_float(read_u16(m.super(tile, g) + 2 * lane));
           a -= zero_of(C, S) * xg.half_sum;
           b -= zero_of(C, S) * (xg.sum - xg.half_sum);
-          acc = (float)a * (d * (float)(int8_t)s[lane] * xg.scale) + acc;
-          acc = (float)b * (d * (float)(int8_t)s[16 + lane] * xg.scale) + acc;
+          acc = std::fma((float)a, d * (float)(int8_t)s[lane] * xg.scale, acc);
+          acc = std::fma((float)b, d * (float)(int8_t)s[16 + lane] * xg.scale, acc);
         } else {
           a += b;
           float d, mn = 0;
@@ -38,8 +38,8 @@ static void tile_of(const Matrix& m, int64_t t, const QRows& x, int64_t row0, in
             if constexpr (S == Scales::min) mn = half_to_float(read_u16(s + 32 + 2 * lane));
           }
           if constexpr (S == Scales::plain) a -= zero_of(C, S) * xg.sum;
-          acc = (float)a * (d * xg.scale) + acc;
-          if constexpr (S == Scales::min || S == Scales::kmin) acc = mn * xg.weighted + acc;
+          acc = std::fma((float)a, d * xg.scale, acc);
+          if constexpr (S == Scales::min || S == Scales::kmin) acc = std::fma(mn, xg.weighted, acc);
         }
       }
       out[r * ldo + lane] = acc;

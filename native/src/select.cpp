@@ -18,7 +18,11 @@ bool runs(const Kernels* k) {
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   if (k == kernels_avx2()) return avx2;
+#ifdef HEADRACE_VNNI_EVEX
+  if (k == kernels_avxvnni()) return avx2 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl");
+#else
   if (k == kernels_avxvnni()) return avx2 && __builtin_cpu_supports("avxvnni");
+#endif
   if (k == kernels_avx512())
     return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");

@@ -110,6 +110,24 @@ def test_no_bit_depends_on_the_batch(prompts, native_engines, kernels, kv):  # n
     assert run(2, together=False, seed=None) == expected
 
 
+@pytest.mark.parametrize("activations", ["int8", "fp32"])
+def test_every_kernel_set_gives_the_same_bits(text, native_engines, activations):
+    """The portable reference and each instruction set: a prompt, 8 tokens and their log-probabilities, for equality."""
+    found = {}
+    for kernels in headrace_native.kernels():
+        native_engines["options"] = (("kernels", kernels), ("activations", activations))
+        engine = Engine.of("smollm2-135m", num_blocks=40, max_model_len=128, max_num_seqs=2, threads=2, kv="fp16")
+        try:
+            sequence = engine.add(text[:12], logprobs=5, prompt_logprobs=3)
+            engine.generate([sequence], 8)
+            found[kernels] = (sequence.generated, sequence.logprobs, sequence.prompt_logprobs)
+        finally:
+            engine.close()
+    assert len(found["scalar"][0]) == 8
+    for kernels, other in found.items():
+        assert other == found["scalar"], kernels
+
+
 def test_a_cached_prefix_gives_the_same_bits_as_a_cold_one():
     from headrace import LLM, SamplingParams
 
