@@ -92,7 +92,7 @@ async def test_stop_token_id_ends_without_being_shown(served):
     two = served.tokenizer.encode(" two")
     body = await served.complete("p", stop_token_ids=two, logprobs=0)
     assert body["choices"][0]["text"] == " one"
-    assert body["choices"][0]["logprobs"]["tokens"] == [" one"]
+    assert body["choices"][0]["logprobs"]["tokens"] == [" one", ""]  # its entry, without text
     assert body["choices"][0]["finish_reason"] == "stop"
     assert body["usage"]["completion_tokens"] == 2
 

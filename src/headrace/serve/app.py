@@ -27,7 +27,7 @@ from headrace.serve.keys import KeyRing, RequireKey
 from headrace.serve.metrics import Metrics
 from headrace.serve.openapi import openapi_document
 from headrace.serve.texts import TextThreads
-from headrace.serve.tokens import Detokenize, Tokenize
+from headrace.serve.tokens import Detokenize, Tokenize, tokenizer_info
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 
@@ -77,6 +77,9 @@ def create_app(
     async def show_engine(request: Request) -> Response:
         return json_response({"info": engine.info, "stats": engine.stats})
 
+    async def show_tokenizer(request: Request) -> Response:
+        return json_response(tokenizer_info(front))
+
     async def show_metrics(request: Request) -> Response:
         return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -103,6 +106,7 @@ def create_app(
         post("/v1/chat/completions", Chat(front)),
         post("/tokenize", Tokenize(front)),
         post("/detokenize", Detokenize(front)),
+        Route("/tokenizer_info", show_tokenizer, methods=["GET"]),
         post("/reset_prefix_cache", flush),
         Route("/health", health, methods=["GET"]),
         Route("/engine", show_engine, methods=["GET"]),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from headrace.serve.errors import bad_field
 from headrace.serve.exchange import Answer, Call, EventStream, json_response
 from headrace.serve.front import Batch, Front, JsonDict
-from headrace.serve.generation import Ending, Piece, Token, interleaved
+from headrace.serve.generation import Ending, Piece, Token, interleaved, shown
 from headrace.serve.logprobs import chat_logprobs, prompt_logprobs
 from headrace.serve.messages import render
 from headrace.serve.protocol.chat import ChatRequest
@@ -141,7 +141,7 @@ class _ChoiceWriter:
     def logprobs(self, tokens: Sequence[Token]) -> JsonDict | None:
         if not self.request.logprobs:
             return None
-        return chat_logprobs(tokens, self.front.tokenizer, self.request.top_logprobs or 0)
+        return chat_logprobs(shown(tokens), self.front.tokenizer, self.request.top_logprobs or 0)
 
     def prompt_logprobs(self, piece: Piece) -> JsonDict:
         """`prompt_logprobs` of the answer, with the first piece of its first choice, if they were asked for."""
@@ -183,7 +183,7 @@ async def _chunks(
         if not writer.begun:
             yield chunk(writer, {"role": "assistant", "content": ""}) | writer.prompt_logprobs(piece)
         deltas = [_delta(event) for event in writer.read(piece)]
-        if not deltas and piece.tokens and request.logprobs:
+        if not deltas and request.logprobs and shown(piece.tokens):
             deltas = [{}]  # tokens of text that is held back still have their log-probabilities
         for i, delta in enumerate(deltas):
             yield chunk(writer, delta, writer.logprobs(piece.tokens) if i == 0 else None)

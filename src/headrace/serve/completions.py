@@ -11,7 +11,7 @@ from headrace.serve.admission import check_ids
 from headrace.serve.errors import bad_field
 from headrace.serve.exchange import Answer, Call, EventStream, json_response
 from headrace.serve.front import Batch, Front, JsonDict
-from headrace.serve.generation import Ending, Piece, interleaved
+from headrace.serve.generation import Ending, Piece, interleaved, shown
 from headrace.serve.logprobs import CompletionLogprobs, joined_logprobs, prompt_logprobs
 from headrace.serve.protocol.completions import CompletionRequest
 from headrace.serve.protocol.strict import parse
@@ -163,7 +163,9 @@ class _ChoiceWriter:
                 extra["prompt_logprobs"] = prompt_logprobs(
                     piece.prompt_logprobs, self.front.tokenizer, self.request.prompt_logprobs
                 )
-        tokens += [(token.text, token.logprob) for token in piece.tokens]
+        # Who reads log-probabilities counts tokens, so the one that ended the sequence has an entry too, with empty text.
+        said = shown(piece.tokens) if self._logprobs is None else piece.tokens
+        tokens += [(token.text, token.logprob) for token in said]
         self.ending = piece.ending
         if not text and not tokens and not extra and piece.ending is None:
             return None

@@ -97,7 +97,7 @@ class SequenceRun:
         delta = self.text.push(output.token_ids, output.logprobs, ended_by_token=ended_by_token)
         if not delta.tokens and not output.prompt_logprobs:
             return None
-        return Piece(self.index, delta.text, _shown(delta.tokens), output.prompt_logprobs)
+        return Piece(self.index, delta.text, delta.tokens, output.prompt_logprobs)
 
     def _ended(self, finish: Finish) -> Piece:
         """The last piece: what was held back, and how it ended."""
@@ -127,7 +127,7 @@ class SequenceRun:
         return Piece(
             self.index,
             "" if none else delta.text,
-            () if none else _shown(delta.tokens),
+            () if none else delta.tokens,
             ending=Ending(
                 reason="length" if none else reason,
                 prompt_tokens=finish.prompt_tokens,
@@ -154,8 +154,8 @@ class SequenceRun:
         self._seen += tokens
 
 
-def _shown(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
-    """Tokens without bytes (EOS, special ones) are no part of the text and are not reported."""
+def shown(tokens: Sequence[Token]) -> tuple[Token, ...]:
+    """Tokens that are part of the text: not those without bytes (EOS, special ones)."""
     return tuple(token for token in tokens if token.raw or token.text)
 
 

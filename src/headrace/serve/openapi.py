@@ -32,6 +32,7 @@ _POSTS: tuple[tuple[str, str, Shapes, type[BaseModel], type[BaseModel] | None], 
 _GETS: tuple[tuple[str, str, type[BaseModel] | None], ...] = (
     ("/v1/models", "The models served", responses.ModelList),
     ("/v1/models/{model}", "One model", responses.ModelCard),
+    ("/tokenizer_info", "Special tokens and chat template", responses.TokenizerInfo),
     ("/health", "Whether requests are taken", responses.Health),
     ("/engine", "Facts of the running engine: sizes, memory predicted and real, counters", responses.Engine),
     ("/metrics", "Prometheus metrics", None),
@@ -74,7 +75,13 @@ def openapi_document(info: EngineInfo, config: ServeConfig) -> dict[str, Any]:
     for path, summary, shape in _GETS:
         kind = "text/plain" if path == "/metrics" else "application/json"
         content = {kind: _ref(shape) if shape is not None else {}}
-        errors = ("401", "404") if "{model}" in path else ("401",) if path.startswith(("/v1", "/engine")) else ()
+        errors = (
+            ("401", "404")
+            if "{model}" in path
+            else ("401",)
+            if path.startswith(("/v1", "/engine", "/tokenizer"))
+            else ()
+        )
         operation = {"summary": summary, "responses": _responses(content, errors)}
         if path == "/health":
             operation["responses"]["503"] = {"description": "Not now", "content": content}

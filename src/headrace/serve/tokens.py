@@ -1,6 +1,8 @@
-"""`POST /tokenize` and `POST /detokenize`."""
+"""`POST /tokenize`, `POST /detokenize` and `GET /tokenizer_info`."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 
@@ -57,3 +59,17 @@ class Detokenize:
         check_ids(request.tokens, front.engine.info.vocab_size, "tokens")
         text = await front.threads.run(front.tokenizer.decode, request.tokens, skip_special=False)
         return json_response({"prompt": text})
+
+
+def tokenizer_info(front: Front) -> dict[str, Any]:
+    """What a client needs to know of the tokenizer beside the other two: special tokens as text, and the chat template.
+
+    With the three a client can work on tokens without files of the model; lm-eval's `tokenizer_backend=remote` does.
+    """
+    roles = ("bos_token", "eos_token", "pad_token", "unk_token")
+    sources = front.template.sources
+    return {role: front.tokenizer.special_tokens.get(role) for role in roles} | {
+        "vocab_size": front.engine.info.vocab_size,
+        "model_max_length": front.engine.info.max_model_len,
+        "chat_template": sources.get("default") or next(iter(sources.values()), None),
+    }

@@ -182,6 +182,18 @@ class Text(Shape):
     prompt: str
 
 
+class TokenizerInfo(Shape):
+    """Special tokens as text; null where the model has none."""
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    vocab_size: int
+    model_max_length: int
+    chat_template: str | None
+
+
 class Health(Shape):
     status: Literal["ok", "unavailable"]
     state: Literal["starting", "ready", "restarting", "draining", "dead"]
