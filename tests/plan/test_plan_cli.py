@@ -174,3 +174,33 @@ def test_calibrate_writes_an_entry(capsys, tmp_path, monkeypatch):
     assert (tmp_path / "gpus" / "cpu.toml").is_file()
     code, out, _ = run(capsys, "fit", "smollm2-135m", "--gpu", "cpu", "--engine", "llama-cpp", "--json")
     assert json.loads(out)["fits"] is True
+
+
+def test_the_verbs_share_the_deployment_options(capsys):
+    shared = (
+        "--gpu",
+        "h200-sxm-141",
+        "--engine",
+        "sglang",
+        "--engine-version",
+        "0.5.9",
+        "--max-num-seqs",
+        "8",
+        "--json",
+    )
+    _, fit, _ = run(capsys, "fit", "llama-3.1-8b", "--context", "1024", *shared)
+    assert json.loads(fit)["max_users"] == 8
+    _, perf, _ = run(capsys, "perf", "llama-3.1-8b", "--concurrency", "16", *shared)
+    assert json.loads(perf)["running"] == 8
+    code, _, _ = run(capsys, "simulate", "llama-3.1-8b", "--requests", "4", "--osl", "4", *shared)
+    assert code == 0
+
+
+def test_rank_takes_stages_and_replicas(capsys):
+    code, out, _ = run(
+        capsys, "rank", "qwen3-30b-a3b", "--preset", "offline-batch", "--gpu", "h100-sxm-80", "--gpus", "4", "--pp", "2",
+        "--dp", "2", "--json",
+    )  # fmt: skip
+    assert code == 0
+    found = json.loads(out)
+    assert {(c["pp"], c["dp"]) for c in found["candidates"] + found["rejected"]} == {(2, 2)}

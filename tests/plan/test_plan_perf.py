@@ -236,3 +236,37 @@ def test_the_price_of_the_gpu_is_in_the_tornado():
     assert sizes == sorted(sizes, reverse=True)
     price = next(s for s in swings if s.what == "GPU price")
     assert price.high / price.low == pytest.approx(12.29 / 1.99)
+
+
+def test_the_search_cuts_into_stages_and_replicas():
+    def layouts(model, **limits):
+        need = Need(model=model, isl=256, osl=64, slo=Slo(), gpus=("b200-sxm-180",), weights=("fp8",), **limits)
+        found = rank(need)
+        return {(c.gpus, c.tp, c.pp, c.dp, c.ep) for c in (*found.candidates, *found.rejected)}
+
+    assert layouts("llama-3.1-8b", counts=(1, 4)) == {(1, 1, 1, 1, 1), (4, 4, 1, 1, 1), (4, 2, 2, 1, 1)}
+    mixed = layouts("qwen3-30b-a3b", counts=(4,))
+    assert {(4, 4, 1, 1, 4), (4, 2, 1, 2, 4), (4, 1, 1, 4, 4), (4, 1, 2, 2, 2), (4, 2, 2, 1, 1)} <= mixed
+    assert all(tp * pp * dp == 4 for _, tp, pp, dp, _ in mixed)
+    assert {pp for _, _, pp, _, _ in layouts("llama-3.1-8b", counts=(4,), pp=(4,))} == {4}
+
+
+def test_pipeline_stages_work_at_once():
+    one = Inputs(model="llama-3.1-70b", gpu="h100-sxm-80", n_gpus=4, tp=4, isl=1024, osl=256, concurrency=64)
+    cut = msgspec.structs.replace(one, n_gpus=8, pp=2)
+    whole, halves = traffic(resolve(one)).loop, traffic(resolve(cut)).loop
+    # A group's step passes both stages and reads all weights once; each stage has half the layers for half the requests.
+    assert halves.decode.rows == whole.decode.rows
+    assert halves.decode.gemm_flops == pytest.approx(whole.decode.gemm_flops / 2, rel=0.05)
+    assert halves.prefill.gemm_flops == pytest.approx(whole.prefill.gemm_flops / 2, rel=0.05)
+    assert halves.alone.gemm_flops == pytest.approx(whole.alone.gemm_flops, rel=0.05)
+    alone = msgspec.structs.replace(cut, concurrency=1)
+    pair, single = traffic(resolve(alone)).loop, traffic(resolve(msgspec.structs.replace(one, concurrency=1))).loop
+    assert pair.prefill.gemm_flops == pytest.approx(single.prefill.gemm_flops, rel=0.05)
+
+
+def test_eager_steps_are_launched_one_by_one():
+    plain = Inputs(model="qwen3-30b-a3b", gpu="h100-sxm-80", isl=1024, osl=256, concurrency=4)
+    eager = msgspec.structs.replace(plain, eager=True)
+    assert perf(eager).tpot_ms.value > perf(plain).tpot_ms.value
+    assert perf(eager).decode_ms["gemm"] == perf(plain).decode_ms["gemm"]

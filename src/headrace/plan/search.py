@@ -15,8 +15,9 @@ from headrace.plan.economics import Fleet, QueryCost, fleet, query_cost
 from headrace.plan.fit import Fit, fit_deployment
 from headrace.plan.perf import Performance, perf_deployment
 from headrace.spec import hardware
-from headrace.spec.model import Attention, LatentAttention
+from headrace.spec.model import Attention, LatentAttention, MoE
 from headrace.spec.prediction import Figure
+from headrace.spec.sharding import Layout
 from headrace.spec.workload import Preset, Slo
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -24,7 +25,11 @@ Pin = Literal["latency", "batch", "context"]
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked for. `min_users`: requests that one instance must serve at once; `rate_rps` sizes a fleet."""
+    """What is asked for. `min_users`: requests that one instance must serve at once; `rate_rps` sizes a fleet.
+
+    `pp`: pipeline stages to try; `dp`: attention replicas to try, of models with experts (those of a dense model would be
+    instances of their own). The rest of a count's GPUs are tensor-parallel.
+    """
 
     model: str
     isl: int
@@ -33,6 +38,8 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     engine: str = "vllm"
     gpus: tuple[str, ...] = ()
     counts: tuple[int, ...] = (1, 2, 4, 8)
+    pp: tuple[int, ...] = (1, 2)
+    dp: tuple[int, ...] = (1, 2, 4, 8)
     weights: tuple[str, ...] = ("auto",)
     kv: tuple[str, ...] = ("auto",)
     min_users: int = 1
@@ -61,6 +68,8 @@ class Candidate(msgspec.Struct, frozen=True):
     gpu: str
     gpus: int
     tp: int
+    pp: int
+    dp: int
     ep: int
     engine: str
     weights: str
@@ -83,6 +92,8 @@ class Rejected(msgspec.Struct, frozen=True):
     gpu: str
     gpus: int
     tp: int
+    pp: int
+    dp: int
     ep: int
     weights: str
     kv: str
@@ -97,11 +108,6 @@ class Ranking(msgspec.Struct, frozen=True):
     candidates: tuple[Candidate, ...]
     rejected: tuple[Rejected, ...]
     notes: tuple[str, ...]
-
-
-class _Asked(msgspec.Struct, frozen=True):
-    inputs: Inputs
-    ep: int
 
 
 def rank(need: Need, calibration: CalibrationSet | None = None) -> Ranking:
@@ -138,38 +144,48 @@ def _order(c: Candidate) -> tuple[bool, float]:
     return (usd is None, -c.output_tokens_per_s_per_gpu.value if usd is None else usd.value)
 
 
-def _space(need: Need) -> Iterator[_Asked]:
+def _space(need: Need) -> Iterator[Inputs]:
     gpus = [hardware.find(name) for name in need.gpus] or [g for g in hardware.catalog().values() if g.link != "none"]
-    moe = any(type(layer.mlp).__name__ == "MoE" for layer in find_model(need.model).spec.layers)
+    moe = any(isinstance(layer.mlp, MoE) for layer in find_model(need.model).spec.layers)
     for gpu in gpus:
-        for count in need.counts:
-            if count > gpu.max_linked_gpus:
-                continue
-            for weights in need.weights:
-                for kv in need.kv:
-                    for ep in (1, count) if moe and count > 1 else (1,):
-                        yield _Asked(
-                            Inputs(
-                                model=need.model,
-                                gpu=gpu.id,
-                                n_gpus=count,
-                                tp=count,
-                                ep=ep,
-                                engine=need.engine,
-                                weights=weights,
-                                kv=kv,
-                                isl=need.isl,
-                                osl=need.osl,
-                                max_model_len=need.isl + need.osl,
-                                prefix_hit_rate=need.prefix_hit_rate,
-                                gpu_price_usd_h=need.prices.get(gpu.id),
-                            ),
-                            ep,
+        for count in (n for n in need.counts if n <= gpu.max_linked_gpus):
+            for layout in _layouts(count, need, moe):
+                for weights in need.weights:
+                    for kv in need.kv:
+                        yield Inputs(
+                            model=need.model,
+                            gpu=gpu.id,
+                            n_gpus=count,
+                            tp=layout.tp,
+                            pp=layout.pp,
+                            dp=layout.dp,
+                            ep=layout.ep,
+                            engine=need.engine,
+                            weights=weights,
+                            kv=kv,
+                            isl=need.isl,
+                            osl=need.osl,
+                            max_model_len=need.isl + need.osl,
+                            prefix_hit_rate=need.prefix_hit_rate,
+                            gpu_price_usd_h=need.prices.get(gpu.id),
                         )
 
 
-def _judge(need: Need, asked: _Asked, calibration: CalibrationSet) -> Candidate | Rejected:
-    d = resolve(asked.inputs)
+def _layouts(count: int, need: Need, moe: bool) -> Iterator[Layout]:
+    """All ways to cut an instance over `count` GPUs. Experts are cut like the rest, or spread over all ranks of a stage; with
+    attention replicas they are always spread."""
+    for pp in need.pp:
+        for dp in need.dp if moe else (1,):
+            if count % (pp * dp):
+                continue
+            stage = count // pp
+            spread = {stage} if dp > 1 else {1, stage} if moe else {1}
+            for ep in sorted(spread):
+                yield Layout(stage // dp, pp, dp, ep)
+
+
+def _judge(need: Need, asked: Inputs, calibration: CalibrationSet) -> Candidate | Rejected:
+    d = resolve(asked)
     memory = fit_deployment(d, need.isl + need.osl)
     if not memory.fits:
         return _reject(asked, memory.reason, _memory_change(d, memory, 1))
@@ -184,7 +200,7 @@ def _judge(need: Need, asked: _Asked, calibration: CalibrationSet) -> Candidate 
     for batch in (b for b in BATCHES if need.min_users <= b <= memory.max_users or b == 1):
         if batch < need.min_users:
             continue
-        p = perf_deployment(resolve(msgspec.structs.replace(asked.inputs, concurrency=batch)), calibration)
+        p = perf_deployment(resolve(msgspec.structs.replace(asked, concurrency=batch)), calibration)
         closest = closest or p
         if not need.slo.met(p.ttft_ms.value, p.tpot_ms.value):
             continue
@@ -214,6 +230,8 @@ def _candidate(need: Need, d: Deployment, memory: Fit, batch: int, p: Performanc
         gpu=d.gpu.id,
         gpus=d.inputs.n_gpus,
         tp=d.layout.tp,
+        pp=d.layout.pp,
+        dp=d.layout.dp,
         ep=d.layout.ep,
         engine=d.engine,
         weights=d.weights,
@@ -231,9 +249,8 @@ def _candidate(need: Need, d: Deployment, memory: Fit, batch: int, p: Performanc
     )
 
 
-def _reject(asked: _Asked, reason: str, change: str) -> Rejected:
-    i = asked.inputs
-    return Rejected(i.gpu, i.n_gpus, i.tp or 1, asked.ep, i.weights, i.kv, reason, change)
+def _reject(i: Inputs, reason: str, change: str) -> Rejected:
+    return Rejected(i.gpu, i.n_gpus, i.tp or 1, i.pp, i.dp, i.ep, i.weights, i.kv, reason, change)
 
 
 def _misses(slo: Slo, p: Performance) -> str:
@@ -269,13 +286,13 @@ def _alternatives(d: Deployment) -> Iterator[tuple[str, Inputs]]:
         yield f"store the weights in {weights} (--weights {weights})", change(i, weights=weights)
     for more in (2, 4, 8):
         if more > i.n_gpus and _divides(d, more):
-            yield f"take {more} GPUs (--gpus {more} --tp {more})", change(i, n_gpus=more, tp=more)
+            yield f"take {more} GPUs (--gpus {more} --tp {more})", change(i, n_gpus=more, tp=more, pp=1, dp=1, ep=1)
     for weights in ("fp8", "int4"):
         for more in (2, 4, 8):
             if more > i.n_gpus and _divides(d, more):
                 yield (
                     f"take {more} GPUs and {weights} weights (--gpus {more} --tp {more} --weights {weights})",
-                    change(i, n_gpus=more, tp=more, weights=weights),
+                    change(i, n_gpus=more, tp=more, pp=1, dp=1, ep=1, weights=weights),
                 )
 
 
@@ -287,11 +304,11 @@ def _divides(d: Deployment, tp: int) -> bool:
     )
 
 
-def _latency_change(need: Need, asked: _Asked, p: Performance, calibration: CalibrationSet) -> str:
+def _latency_change(need: Need, asked: Inputs, p: Performance, calibration: CalibrationSet) -> str:
     """The first of: more GPUs, narrower weights, that meets the service levels; else how far they would have to give."""
-    d = resolve(asked.inputs)
+    d = resolve(asked)
     for label, changed in _alternatives(d):
-        if changed.kv != asked.inputs.kv:
+        if changed.kv != asked.kv:
             continue
         try:
             trial = resolve(msgspec.structs.replace(changed, concurrency=max(1, need.min_users)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from headrace.base.errors import InvalidInput
 from headrace.plan.closed_loop import Loop
@@ -42,7 +42,11 @@ def expected_tokens(acceptance: float, drafts: int) -> float:
 
 
 def traffic(d: Deployment) -> Traffic:
-    """The closed loop of a deployment. `isl` and `osl` must be given; without a concurrency it is as many as fit."""
+    """The closed loop of a deployment. `isl` and `osl` must be given; without a concurrency it is as many as fit.
+
+    Pipeline stages work on as many groups of requests at once: a group's step passes all of them, prompts of others flow
+    behind it at the pace of one stage.
+    """
     isl, osl = d.inputs.isl, d.inputs.osl
     if isl is None or osl is None:
         raise InvalidInput("isl and osl are needed to predict times", field="isl")
@@ -67,7 +71,10 @@ def traffic(d: Deployment) -> Traffic:
     m = rank_model(d)
     per_replica = max(1, round(running / d.layout.dp))
     drafts = d.inputs.draft_tokens
-    decode = step_work(m, decode=[(per_replica * (1 + drafts), isl + osl // 2)])
+    stages = d.layout.pp
+    in_flight = min(stages, per_replica)
+    rows = -(-per_replica // in_flight) * (1 + drafts)
+    decode = step_work(m, decode=[(rows, isl + osl // 2)], graphs=not d.inputs.eager)
     cached = min(int(isl * d.inputs.prefix_hit_rate), isl - 1)
     whole = isl - cached <= d.max_batched_tokens
     steps = prompt_chunks(isl, d.max_batched_tokens, per_replica if whole else 1, cached)
@@ -75,9 +82,9 @@ def traffic(d: Deployment) -> Traffic:
     prefill = step_work(m, prefill=steps[0]) if whole else add([step_work(m, prefill=step) for step in steps])
     alone = step_work(m, prefill=steps[0][:1]) if prompts > 1 else prefill
     loop = Loop(
-        decode=scale_layers(decode, d),
-        alone=scale_layers(alone, d),
-        prefill=scale_layers(prefill, d),
+        decode=repeat(decode, stages),
+        alone=repeat(alone, stages),
+        prefill=repeat(prefill, stages / in_flight),
         prompts=float(prompts),
         running=float(running),
         waiting=float(waiting),
@@ -91,13 +98,9 @@ def traffic(d: Deployment) -> Traffic:
 
 def add(parts: list[Work]) -> Work:
     """The work of several steps together."""
-    from dataclasses import fields
-
     return Work(**{f.name: sum(getattr(w, f.name) for w in parts) for f in fields(Work)})
 
 
-def scale_layers(w: Work, d: Deployment) -> Work:
-    """A token passes all pipeline stages, each with its share of the layers, before the next can be made."""
-    if d.layout.pp == 1:
-        return w
-    return add([w] * d.layout.pp)
+def repeat(w: Work, times: float) -> Work:
+    """The work of passing through stages of equal work one after another."""
+    return Work(**{f.name: times * getattr(w, f.name) for f in fields(Work)})

@@ -5,15 +5,16 @@ Weights precision, KV precision and activation precision are three settings; not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal
+from typing import Literal, TypeVar
 
 from headrace.base.errors import InvalidInput
 from headrace.base.units import ceil_div
 from headrace.spec.ggml import GGML_TYPES_BY_NAME
 
+T = TypeVar("T")
 Scaling = Literal["none", "tensor", "row", "group", "tile", "flat", "block"]
 
 
@@ -123,7 +124,7 @@ PRECISIONS: dict[str, Precision] = {
     )
 }
 
-ALIASES: dict[str, str] = {
+FLOAT_ALIASES: dict[str, str] = {
     "float32": "fp32",
     "f32": "fp32",
     "float": "fp32",
@@ -131,6 +132,9 @@ ALIASES: dict[str, str] = {
     "f16": "fp16",
     "half": "fp16",
     "bfloat16": "bf16",
+}
+
+ALIASES: dict[str, str] = FLOAT_ALIASES | {
     "fp8": "fp8_e4m3",
     "f8": "fp8_e4m3",
     "float8_e4m3fn": "fp8_e4m3",
@@ -152,15 +156,20 @@ ALIASES: dict[str, str] = {
 }
 
 
-def precision(name: str) -> Precision:
-    """The weight format called `name` (case, `-` and `_` do not matter, common aliases are known); InvalidInput lists all."""
+def _find(name: str, formats: Mapping[str, T], aliases: Mapping[str, str], what: str, field: str) -> T:
+    """The format called `name`: case, `-` and `_` do not matter. InvalidInput lists all."""
     key = name.strip().lower().replace("-", "_").removeprefix("torch.")
-    found = PRECISIONS.get(ALIASES.get(key, key))
+    found = formats.get(aliases.get(key, key))
     if found is None:
         raise InvalidInput(
-            f"unknown weights precision {name!r}", field="precision", remedy="choose one of: " + ", ".join(PRECISIONS)
+            f"unknown {what} precision {name!r}", field=field, remedy="choose one of: " + ", ".join(formats)
         )
     return found
+
+
+def precision(name: str) -> Precision:
+    """The weight format called `name` (case, `-` and `_` do not matter, common aliases are known); InvalidInput lists all."""
+    return _find(name, PRECISIONS, ALIASES, "weights", "precision")
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,14 +201,7 @@ KV_PRECISIONS: dict[str, KVPrecision] = {
     )
 }
 
-KV_ALIASES: dict[str, str] = {
-    "float32": "fp32",
-    "f32": "fp32",
-    "float": "fp32",
-    "float16": "fp16",
-    "f16": "fp16",
-    "half": "fp16",
-    "bfloat16": "bf16",
+KV_ALIASES: dict[str, str] = FLOAT_ALIASES | {
     "fp8_e4m3": "fp8",
     "fp8_e5m2": "fp8",
     "float8_e4m3fn": "fp8",
@@ -210,10 +212,4 @@ KV_ALIASES: dict[str, str] = {
 
 def kv_precision(name: str) -> KVPrecision:
     """The KV-cache format called `name`; InvalidInput lists all. `auto` must be resolved by the caller."""
-    key = name.strip().lower().replace("-", "_").removeprefix("torch.")
-    found = KV_PRECISIONS.get(KV_ALIASES.get(key, key))
-    if found is None:
-        raise InvalidInput(
-            f"unknown KV precision {name!r}", field="kv_precision", remedy="choose one of: " + ", ".join(KV_PRECISIONS)
-        )
-    return found
+    return _find(name, KV_PRECISIONS, KV_ALIASES, "KV", "kv_precision")

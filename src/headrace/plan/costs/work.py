@@ -174,12 +174,20 @@ def _expert_kernels(moe: MoE) -> float:
     return EXPERT_KERNELS + 3.0 * (moe.shared_intermediate > 0) + moe.shared_gate
 
 
-def step_work(m: RankModel, prefill: Iterable[ChunkShape] = (), decode: Iterable[tuple[int, int]] = ()) -> Work:
+def step_work(
+    m: RankModel,
+    prefill: Iterable[ChunkShape] = (),
+    decode: Iterable[tuple[int, int]] = (),
+    *,
+    graphs: bool = True,
+) -> Work:
     """The work of a step with `prefill` chunks and `decode` rows given as (how many, tokens of context).
 
+    `graphs`: steps without chunks are replayed from captured graphs.
     Chunks and rows are those of one attention replica; with data-parallel attention the experts see all replicas' tokens.
     """
     chunks, rows = list(prefill), [(n, context) for n, context in decode if n > 0]
+    captured = graphs and not chunks
     prefill_tokens = sum(c.length for c in chunks)
     decode_rows = sum(n for n, _ in rows)
     tokens = prefill_tokens + decode_rows
@@ -215,11 +223,11 @@ def step_work(m: RankModel, prefill: Iterable[ChunkShape] = (), decode: Iterable
         decode_attention_bytes=read,
         state_flops=state_flops,
         state_bytes=states,
-        layers=0.0 if chunks else m.launches,
-        moe_layers=0.0 if chunks else m.moe_launches,
+        layers=m.launches if captured else 0.0,
+        moe_layers=m.moe_launches if captured else 0.0,
         indexed_layers=float(m.indexed_layers),
-        eager_layers=m.launches if chunks else 0.0,
-        eager_moe_layers=m.moe_launches if chunks else 0.0,
+        eager_layers=0.0 if captured else m.launches,
+        eager_moe_layers=0.0 if captured else m.moe_launches,
         collectives=reduces + spread,
         link_bytes=link,
         rows=float(decode_rows + len(chunks)),
