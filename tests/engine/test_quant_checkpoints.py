@@ -227,10 +227,7 @@ def form_of_rows(packed):
 def mxfp4_source(folder):
     from headrace.engine.weights.safetensors import SafetensorsSource, checkpoint_paths
 
-    class Spec:
-        checkpoint_precision = "mxfp4"
-
-    return QuantizedSource(SafetensorsSource(checkpoint_paths(folder)), {"quant_method": "mxfp4"}, Spec())
+    return QuantizedSource(SafetensorsSource(checkpoint_paths(folder)), {"quant_method": "mxfp4"}, "mxfp4")
 
 
 def test_mxfp4_with_a_lost_scale_names_it(tmp_path):

@@ -133,6 +133,9 @@ def _compressed_group(group: Config) -> str:
         if bits == 4:
             return "nvfp4" if size == 16 else "mxfp4"
         names = {"tensor": "fp8_e4m3", "channel": "fp8_channel", "block": "fp8_block128"}
+        structure = weights.integers("block_structure")
+        if strategy == "block" and structure not in (None, [128, 128]):
+            raise UnsupportedModel(f"tiles of {structure} are not supported", field="block_structure")
         if bits == 8 and strategy in names:
             return names[strategy]
         raise UnsupportedModel(f"{bits}-bit floats by {strategy} are not supported", field="quantization_config")

@@ -27,4 +27,4 @@ def open_weights(files: ModelFiles, config: EngineConfig) -> TensorSource:
     quantization = files.config().get("quantization_config")
     if not quantization:
         return source
-    return QuantizedSource(source, quantization, files.spec())
+    return QuantizedSource(source, quantization, files.spec().checkpoint_precision)

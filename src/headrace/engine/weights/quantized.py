@@ -14,7 +14,6 @@ from headrace.engine.quant.readers import READERS
 from headrace.engine.weights.safetensors import SafetensorsSource
 from headrace.engine.weights.source import Floats, Rows, Stored
 from headrace.spec.families._config import Config
-from headrace.spec.model import ModelSpec
 from headrace.spec.quantization import ignored_modules
 
 _MATRIX_PARTS = ("attention", "mixer", "mlp", "experts", "shared_experts")
@@ -27,12 +26,13 @@ class QuantizedSource:
     `quantization_config`: quantized although it is listed as left alone, plain although it is not, or none at all.
     """
 
-    def __init__(self, raw: SafetensorsSource, quantization: Mapping[str, Any], spec: ModelSpec) -> None:
+    def __init__(self, raw: SafetensorsSource, quantization: Mapping[str, Any], stored: str) -> None:
+        """`stored`: the precision that the configuration names (`headrace.spec.quantization.checkpoint_format`)."""
         config = Config(quantization)
         self.method = method_of(quantization)
         if (reason := no_reader(quantization)) is not None:
             raise UnsupportedModel(reason, field="quantization_config.quant_method")
-        self.form = spec.checkpoint_precision
+        self.form = stored
         self.policy = Policy(frozenset(), tuple(ignored_modules(quantization)))
         self._raw = raw
         self._reader = READERS.get(self.method)(raw, config, self.form)

@@ -49,9 +49,22 @@ class Format(ABC):
     spec: Precision
     quantizes_activations = False
 
-    def __init__(self, name: str, stored: str | None = None) -> None:
+    def __init__(self, name: str, stored: str | None = None, scales: torch.dtype | None = None) -> None:
+        """`scales`: float scales are rounded to this type beside the format's own, for readers that keep them in it."""
         self.name = name
         self.spec = precision(stored or name)
+        self.scales = scales
+
+    def with_scales(self, scales: torch.dtype) -> Format:
+        """The same format, whose scales have an exact value in `scales` too."""
+        return type(self)(self.name, self.spec.name, scales)
+
+    def usable(self, scales: torch.Tensor, own: torch.dtype) -> torch.Tensor:
+        """fp32 scales as type `own` holds them: rounded up, so that the largest value is never cut; 1 in place of 0."""
+        for dtype in (self.scales, own):
+            if dtype is not None and dtype != torch.float32:
+                scales = _rounded_up(scales, dtype)
+        return torch.where(scales > 0, scales, torch.ones_like(scales))
 
     @abstractmethod
     def layout(self, rows: int, columns: int) -> Layout:
@@ -125,6 +138,12 @@ class RowFormat(Format):
         cut = {key: tensor.split(list(sizes)) for key, tensor in packed.tensors.items()}
         columns = packed.shape[-1]
         return [Packed(self, (size, columns), {k: v[i] for k, v in cut.items()}) for i, size in enumerate(sizes)]
+
+
+def _rounded_up(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    narrow = values.to(dtype)
+    above = torch.nextafter(narrow, torch.full_like(narrow, torch.inf))
+    return torch.where(narrow.float() < values, above, narrow).float()
 
 
 def _owned(array: np.ndarray) -> torch.Tensor:

@@ -41,8 +41,7 @@ class Float8(Format):
                 rows, columns = weight.shape
                 largest = F.pad(largest, (0, -columns % tile, 0, -rows % tile))
                 largest = largest.view(ceil_div(rows, tile), tile, -1, tile).amax((1, 3))
-        scales = largest / LARGEST
-        scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+        scales = self.usable(largest / LARGEST, torch.float32)
         codes = (weight / self._spread(scales, *weight.shape)).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
         return {"codes": codes, "scales": scales}
 

@@ -16,7 +16,8 @@ class Int8(RowFormat):
         return {"codes": (torch.int8, (rows, columns)), "scales": (torch.float32, (rows,))}
 
     def encode(self, weight: torch.Tensor) -> Tensors:
-        codes, scales = to_int8(weight)
+        scales = self.usable(weight.abs().amax(1) / 127, torch.float32)
+        codes = (weight / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8)
         return {"codes": codes, "scales": scales}
 
     def decode(self, tensors: Tensors, rows: int, columns: int) -> torch.Tensor:

@@ -20,8 +20,8 @@ SIZES = (32, 64, 128)
 
 
 class IntegerGroups(Format):
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, stored: str | None = None, scales: torch.dtype | None = None) -> None:
+        super().__init__(name, stored, scales)
         self.bits = int(self.spec.bits)
         self.levels = 1 << self.bits
         self.middle = self.levels // 2
@@ -58,17 +58,10 @@ class IntegerGroups(Format):
         """Scale (rounded as it is stored, in fp32) and zero point of each group [..., size] → two tensors [...]."""
         if self.asymmetric:
             low, high = groups.amin(-1).clamp_(max=0), groups.amax(-1).clamp_(min=0)
-            scales = self._stored((high - low) / (self.levels - 1))
+            scales = self.usable((high - low) / (self.levels - 1), self.scale_dtype)
             return scales, (-low / scales).round_().clamp_(0, self.levels - 1)
-        scales = self._stored(groups.abs().amax(-1) / (self.middle - 0.5))
+        scales = self.usable(groups.abs().amax(-1) / (self.middle - 0.5), self.scale_dtype)
         return scales, torch.full_like(scales, self.middle)
-
-    def _stored(self, scales: torch.Tensor) -> torch.Tensor:
-        """Scales as they are stored: rounded up, so that the ends of a group are never cut."""
-        stored = scales.to(self.scale_dtype)
-        above = torch.nextafter(stored, torch.full_like(stored, torch.inf))
-        scales = torch.where(stored.float() < scales, above, stored).float()
-        return torch.where(scales > 0, scales, torch.ones_like(scales))
 
     def codes(self, groups: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
         """The nearest codes, uint8, of values [..., size] on the grid of each group."""

@@ -1,0 +1,374 @@
+"""Post-training quantization of a model folder, layer by layer, into a folder that can be served (or continued).
+
+A layer is read, run over the calibration text, quantized and written before the next is read, so memory holds one layer
+whatever the model's size. Each next layer sees what the quantized ones before it give, errors included.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.base.errors import CorruptCheckpoint, InvalidInput, UnsupportedModel
+from headrace.base.files import write_atomic
+from headrace.engine.models import MODELS
+from headrace.engine.models._support import unsupported
+from headrace.engine.quant import export
+from headrace.engine.quant.calibration import CalibrationText, LayerRun
+from headrace.engine.quant.formats import Format, Packed, form
+from headrace.engine.quant.journal import Journal
+from headrace.engine.quant.methods import METHODS
+from headrace.engine.quant.methods._contract import Inputs, LayerWork, Method, Settings
+from headrace.engine.quant.policy import Policy, layer_of
+from headrace.engine.weights.names import Names
+from headrace.engine.weights.safetensors import SafetensorsSource, checkpoint_paths
+from headrace.spec.locate import ModelFiles
+from headrace.spec.model import ModelSpec, MoE
+
+_TORCH = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+_INDEX = "model.safetensors.index.json"
+_ENDS = "ends"
+_COPIED = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """After layer `done` of `total`: its relative loss, the share of its outputs' energy that is error (without calibration:
+    of its weights'), and whether it had been finished by an earlier run."""
+
+    done: int
+    total: int
+    loss: float
+    resumed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """`bytes_before` and `bytes_after`: of all tensors in the files."""
+
+    folder: Path
+    bytes_before: int
+    bytes_after: int
+    losses: tuple[float, ...]
+
+
+@torch.inference_mode()
+def quantize(
+    files: ModelFiles,
+    weights: str,
+    method: str,
+    out: Path,
+    *,
+    calibration: CalibrationText | None = None,
+    settings: Settings | None = None,
+    policy: Policy | None = None,
+    report: Callable[[Progress], None] = lambda progress: None,
+) -> Result:
+    """Quantize the matrices of `files` to format `weights` by `method` and write a compressed-tensors folder to `out`.
+
+    A run that was ended is continued by calling it again with the same arguments. InvalidInput, UnsupportedModel and
+    CorruptCheckpoint name what is wrong before anything is computed, except for weights that are not finite numbers.
+    """
+    policy = policy or Policy()
+    chosen, how = form(weights), METHODS.get(method)
+    settings = settings or Settings()
+    source = _source(files)
+    spec = files.spec()
+    _refuse(files, spec, source, chosen, how, method, calibration)
+    dtype = _dtype(source, spec)
+    chosen = chosen.with_scales(dtype)
+    by_layer = _by_layer(source, spec)
+    quantized = {
+        name for names in by_layer for name in names if _is_matrix(source, name) and policy.keeps(_module(name)) is None
+    }
+    if not quantized:
+        raise InvalidInput("the policy leaves nothing to quantize", field="weights")
+    export.refuse(chosen, {name: source.shape(name) for name in sorted(quantized)})
+    journal = Journal(out, _identity(files, source, chosen, method, settings, policy, calibration))
+    try:
+        run = _Run(files, spec, source, chosen, how, settings, dtype, out, journal, calibration)
+        losses = run.layers(by_layer, quantized, report)
+        run.ends({name for names in by_layer for name in names})
+        run.finish(policy, quantized)
+    finally:
+        journal.close()
+    return Result(out, _file_bytes(checkpoint_paths(files.root)), _file_bytes(checkpoint_paths(out)), tuple(losses))
+
+
+class _Run:
+    def __init__(
+        self,
+        files: ModelFiles,
+        spec: ModelSpec,
+        source: SafetensorsSource,
+        chosen: Format,
+        method: Method,
+        settings: Settings,
+        dtype: torch.dtype,
+        out: Path,
+        journal: Journal,
+        calibration: CalibrationText | None,
+    ) -> None:
+        self._files = files
+        self._spec = spec
+        self._source = source
+        self._form = chosen
+        self._method = method
+        self._settings = settings
+        self._dtype = dtype
+        self._out = out
+        self._journal = journal
+        self._names: Names = MODELS.get(spec.model_type).hf
+        self._calibration = calibration if method.calibrated else None
+        self._plain: list[str] = []
+
+    def layers(self, by_layer: list[list[str]], quantized: set[str], report: Callable[[Progress], None]) -> list[float]:
+        self._plain = [_module(n) for names in by_layer for n in names if n not in quantized]
+        hidden = None if self._calibration is None else self._embedded(self._calibration.tokens)
+        losses = []
+        for i, names in enumerate(by_layer):
+            part = f"layer-{i:05d}"
+            resumed = part in self._journal.done
+            if resumed:
+                self._check(part)
+                loss = float(self._journal.done[part]["loss"])
+                rounded = None
+            else:
+                loss, rounded = self._layer(i, names, quantized, hidden, part)
+            losses.append(loss)
+            if hidden is not None and i + 1 < len(by_layer):
+                tensors = self._written(part, names) if rounded is None else rounded
+                hidden = LayerRun(self._spec, self._names, i, tensors)(hidden)
+            report(Progress(i + 1, len(by_layer), loss, resumed))
+        return losses
+
+    def _layer(
+        self, i: int, names: list[str], quantized: set[str], hidden: torch.Tensor | None, part: str
+    ) -> tuple[float, dict[str, torch.Tensor]]:
+        """Quantize and write a layer; its loss, and its tensors as they were rounded."""
+        original = {name: torch.from_numpy(np.array(self._source.read(name))) for name in names}
+        matrices = tuple(name for name in names if name in quantized)
+        work = LayerWork(i, self._names, dict(original), matrices, norm_offset=self._spec.norm_offset)
+        if hidden is not None:
+            layer = LayerRun(self._spec, self._names, i, original)
+            work.inputs = layer.record()
+            layer(hidden)
+        packed = self._method.quantize(work, self._form, self._settings)
+        stored: dict[str, torch.Tensor] = {}
+        for name in names:
+            if name in packed:
+                module = _module(name)
+                stored |= {f"{module}.{k}": v for k, v in export.tensors(packed[name], self._dtype).items()}
+            elif work.tensors[name] is original[name]:
+                stored[name] = self._raw(name)
+            else:
+                stored[name] = work.tensors[name].to(self._raw(name).dtype)
+                work.tensors[name] = stored[name].float()
+        loss = _loss(work, packed)
+        self._write(part, stored, loss=loss)
+        return loss, work.tensors | {name: matrix.dequantize() for name, matrix in packed.items()}
+
+    def ends(self, inside: set[str]) -> None:
+        """Everything outside the layers as it is."""
+        if _ENDS in self._journal.done:
+            self._check(_ENDS)
+            return
+        self._write(_ENDS, {name: self._raw(name) for name in self._source.names() if name not in inside})
+
+    def finish(self, policy: Policy, quantized: set[str]) -> None:
+        """Index, tokenizer and, last of all, the config, whose presence says that the folder is whole."""
+        where = {}
+        for part, line in self._journal.done.items():
+            where |= dict.fromkeys(line["tensors"], _file(part))
+        total = sum(int(line["bytes"]) for line in self._journal.done.values())
+        write_atomic(self._out / _INDEX, json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2))
+        for name in _COPIED:
+            if (self._files.root / name).is_file():
+                shutil.copyfile(self._files.root / name, self._out / name)
+        linear = [n for n in self._source.names() if n not in quantized and _is_matrix(self._source, n)]
+        ignored = [_module(n) for n in linear if "embed" not in n]
+        if self._spec.tied_embeddings and "lm_head" not in ignored:
+            ignored.append("lm_head")
+        config = dict(self._files.config())
+        config["quantization_config"] = export.quantization_config(self._form, ignored)
+        write_atomic(self._out / "config.json", json.dumps(config, indent=2))
+
+    def _embedded(self, tokens: np.ndarray) -> torch.Tensor:
+        table = self._source.rows(f"{self._names.embedding}.weight")
+        hidden = torch.from_numpy(np.array(table.read(tokens.reshape(-1)))).view(*tokens.shape, -1)
+        return hidden * self._spec.embedding_scale
+
+    def _raw(self, name: str) -> torch.Tensor:
+        kind = self._source.dtype(name)
+        if kind not in _TORCH:
+            raise UnsupportedModel(f"tensor {name!r} has type {kind}", field=name)
+        array = np.array(self._source.codes(name))
+        return torch.from_numpy(array).view(_TORCH[kind])
+
+    def _write(self, part: str, stored: dict[str, torch.Tensor], **facts: Any) -> None:
+        from safetensors.torch import save_file
+
+        path = self._out / _file(part)
+        temporary = path.with_suffix(".partial")
+        save_file({k: v.contiguous() for k, v in stored.items()}, temporary, metadata={"format": "pt"})
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        size = sum(t.nbytes for t in stored.values())
+        self._journal.finish(part, tensors=sorted(stored), bytes=size, file_bytes=path.stat().st_size, **facts)
+
+    def _check(self, part: str) -> None:
+        path = self._out / _file(part)
+        if not path.is_file() or path.stat().st_size != self._journal.done[part]["file_bytes"]:
+            raise CorruptCheckpoint(
+                f"{path.name} is not what the journal says was written",
+                field=str(path),
+                remedy="begin again in an empty folder",
+            )
+
+    def _written(self, part: str, names: list[str]) -> dict[str, torch.Tensor]:
+        """A finished layer's tensors, dequantized."""
+        from headrace.engine.weights.quantized import QuantizedSource
+
+        raw = SafetensorsSource([self._out / _file(part)])
+        config = export.quantization_config(self._form, self._plain)
+        source = QuantizedSource(raw, config, self._form.spec.name)
+        return {name: torch.from_numpy(np.array(source.read(name))) for name in names}
+
+
+def _refuse(
+    files: ModelFiles,
+    spec: ModelSpec,
+    source: SafetensorsSource,
+    chosen: Format,
+    how: Method,
+    method: str,
+    calibration: CalibrationText | None,
+) -> None:
+    if files.config().get("quantization_config"):
+        raise InvalidInput(
+            f"{files.name} is quantized already ({spec.checkpoint_precision})",
+            field="model",
+            remedy="give the unquantized model",
+        )
+    if (reason := unsupported(spec)) is not None:
+        raise UnsupportedModel(f"this model cannot be quantized: {reason}", field="model_type")
+    sparse = any(isinstance(layer.mlp, MoE) for layer in spec.layers)
+    if (reason := how.refuse(chosen, sparse=sparse)) is not None:
+        raise InvalidInput(reason, field="method")
+    if how.calibrated and calibration is None:
+        raise InvalidInput(f"{method} needs text to calibrate with", field="calibrate", remedy="give a text file")
+    if calibration is not None and int(calibration.tokens.max()) >= spec.vocab_size:
+        raise InvalidInput("the calibration text has tokens beyond the vocabulary", field="calibrate")
+
+
+def _source(files: ModelFiles) -> SafetensorsSource:
+    if files.kind != "hf" or not files.weights:
+        raise InvalidInput(
+            f"{files.name} is not a folder with safetensors weights",
+            field="model",
+            remedy="give a Hugging Face folder; GGUF files are quantized already",
+        )
+    return SafetensorsSource(checkpoint_paths(files.root))
+
+
+def _dtype(source: SafetensorsSource, spec: ModelSpec) -> torch.dtype:
+    """The type that readers of the folder will compute in, and so keep scales in."""
+    return {"fp32": torch.float32, "fp16": torch.float16}.get(spec.checkpoint_precision, torch.bfloat16)
+
+
+def _by_layer(source: SafetensorsSource, spec: ModelSpec) -> list[list[str]]:
+    found: list[list[str]] = [[] for _ in spec.layers]
+    for name in source.names():
+        layer = layer_of(name)
+        if 0 <= layer < len(found) and not name.endswith("rotary_emb.inv_freq"):
+            found[layer].append(name)
+    for i, names in enumerate(found):
+        if not names:
+            raise CorruptCheckpoint(f"layer {i} has no tensors", field=f"layers.{i}")
+    return found
+
+
+def _is_matrix(source: SafetensorsSource, name: str) -> bool:
+    return name.endswith(".weight") and len(source.shape(name)) == 2
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def _file(part: str) -> str:
+    return f"model-{part}.safetensors"
+
+
+def _loss(work: LayerWork, packed: dict[str, Packed]) -> float:
+    lost = whole = 0.0
+    for name, matrix in packed.items():
+        weight = work.tensors[name]
+        difference = matrix.dequantize() - weight
+        inputs = work.inputs.get(name)
+        if inputs is None or not inputs.count:
+            lost, whole = lost + float(difference.square().sum()), whole + float(weight.square().sum())
+        else:
+            lost, whole = lost + inputs.loss(difference), whole + inputs.loss(weight)
+    return lost / whole if whole else 0.0
+
+
+def _identity(
+    files: ModelFiles,
+    source: SafetensorsSource,
+    chosen: Format,
+    method: str,
+    settings: Settings,
+    policy: Policy,
+    calibration: CalibrationText | None,
+) -> dict[str, Any]:
+    """What must be the same for a run to be continued."""
+    digest = hashlib.sha256()
+    for path in checkpoint_paths(files.root):
+        stat = path.stat()
+        digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    text = "" if calibration is None else hashlib.sha256(calibration.tokens.tobytes()).hexdigest()[:16]
+    return {
+        "model": digest.hexdigest()[:16],
+        "weights": chosen.name,
+        "method": method,
+        "calibrate": text,
+        "settings": asdict(settings),
+        "kept": [sorted(policy.parts), list(policy.modules)],
+    }
+
+
+def _file_bytes(paths: tuple[Path, ...]) -> int:
+    return sum(path.stat().st_size for path in paths)
+
+
+__all__ = ["CalibrationText", "Inputs", "Progress", "Result", "Settings", "quantize"]
