@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from headrace.engine.kernels.decode import DecodeWorkspace, decode_attention
+from headrace.engine.kernels.launchers import separate_launchers
 from headrace.engine.kernels.prefill import PrefillWorkspace, prefill_attention
 from headrace.engine.tune import graph_us
 
@@ -37,12 +38,14 @@ def all_compile(launches) -> list[bool]:
     from triton.runtime.errors import OutOfResources
 
     def one(launch) -> bool:
+        torch.cuda.set_device(0)
         try:
             launch()
         except OutOfResources:
             return False
         return True
 
+    assert separate_launchers()
     with ThreadPoolExecutor(12) as threads:
         return list(threads.map(one, launches))
 

@@ -10,7 +10,7 @@ from kernel_device import DEVICE, DTYPES, ON_GPU, TOLERANCE, gap, randn
 from headrace.engine.kernels.activation import ACTIVATIONS, activate
 from headrace.engine.kernels.blocks import copy_blocks, scatter
 from headrace.engine.kernels.embed import embed
-from headrace.engine.kernels.gemm import Gained, GemmConfig, GemmWorkspace, skinny_gemm
+from headrace.engine.kernels.gemm import MAX_ROWS, Gained, GemmConfig, GemmWorkspace, skinny_gemm
 from headrace.engine.kernels.norm import add_norm
 from headrace.engine.kernels.rope import rope_cache
 from headrace.engine.kernels.sample import draw, greedy
@@ -110,6 +110,7 @@ GEMMS = [
     (3, 40, 72, GemmConfig(16, 32, 2, 2, 2)),
     (17, 32, 96, GemmConfig(32, 32, 3, 4, 2)),
     (40, 64, 128, GemmConfig(32, 64, 2, 4, 2, tma=True)),
+    (100, 64, 64, GemmConfig(64, 32, 1, 4, 2, tma=True)),
 ]
 
 
@@ -123,11 +124,11 @@ def test_skinny_gemm(dtype, rows, columns, inner, config, way):
     pair = way == "norm-pair"
     w = randn(columns * (2 if pair else 1), inner, dtype=dtype, seed=1) * inner**-0.5
     gain, bias = randn(inner, dtype=dtype, seed=2), randn(len(w), dtype=dtype, seed=3)
-    work = GemmWorkspace(1 << 14, 64, DEVICE)
+    work = GemmWorkspace(1 << 15, 64, DEVICE)
     out = torch.full((rows, columns), float("nan"), dtype=dtype, device=DEVICE)
     given, wanted, source = {}, x.double(), x
     if way.startswith("norm"):
-        squares = torch.full((3, 64), float("nan"), device=DEVICE)
+        squares = torch.full((3, MAX_ROWS.value), float("nan"), device=DEVICE)
         squares[0, :rows] = x[:, :30].float().square().sum(1)
         squares[1, :rows] = x[:, 30:].float().square().sum(1)
         source = Gained((x.float() * gain.float()).to(dtype), squares, 2)
@@ -144,7 +145,9 @@ def test_skinny_gemm(dtype, rows, columns, inner, config, way):
         residual = randn(rows, columns, dtype=dtype, seed=4)
         out = residual.clone()
         following = randn(columns, dtype=dtype, seed=6)
-        gained = Gained(torch.full_like(out, float("nan")), torch.full((8, 64), float("nan"), device=DEVICE))
+        gained = Gained(
+            torch.full_like(out, float("nan")), torch.full((8, MAX_ROWS.value), float("nan"), device=DEVICE)
+        )
         given |= {"residual": out, "scale": 0.5, "gain": following, "gained": gained}
         wanted = residual.double() + 0.5 * wanted
     for _ in range(2 if way == "plain" else 1):  # the counters are left as they were found

@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import statistics
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +21,17 @@ import torch
 from headrace.base.files import write_atomic
 from headrace.engine.cuda.decoder import product
 from headrace.engine.kernels.decode import DecodeWorkspace, decode_attention
-from headrace.engine.kernels.gemm import Gained, GemmConfig, GemmWorkspace, skinny_gemm
-from headrace.engine.kernels.table import BUCKETS, entry_of, file_name, key, user_folder
+from headrace.engine.kernels.gemm import MAX_ROWS, PART_ROWS, Gained, GemmConfig, GemmWorkspace, skinny_gemm
+from headrace.engine.kernels.launchers import separate_launchers
+from headrace.engine.kernels.table import (
+    BUCKETS,
+    DECODE_BUCKETS,
+    decode_key,
+    entry_of,
+    file_name,
+    key,
+    user_folder,
+)
 from headrace.spec.model import ModelSpec
 
 _COPIES_BYTES = 400 << 20
@@ -67,7 +76,7 @@ def candidates(bucket: int, shape: Shape, sms: int, *, tma: bool) -> Iterator[Ge
         (4, 8),
         (3, 4, 6) if small else (3, 4),
     ):
-        if shape.pair and block_n >= 64 and small:
+        if bucket > 64 or (shape.pair and block_n >= 64 and small):
             continue
         tiles = -(-shape.columns // block_n)
         programs = tiles * split
@@ -85,7 +94,9 @@ def candidates(bucket: int, shape: Shape, sms: int, *, tma: bool) -> Iterator[Ge
         yield GemmConfig(block_n, block_k, split, warps, stages)
     if not tma or bucket < 16:
         return
-    for block_n, block_k, split, stages in itertools.product((32, 64, 128), (64, 128, 256), (1, 2, 4), (3, 4, 6, 8)):
+    for block_n, block_k, split, stages, warps in itertools.product(
+        (32, 64, 128), (64, 128), (1, 2, 4), (3, 4, 6, 8), (4,) if bucket <= 64 else (4, 8)
+    ):
         programs = shape.columns // block_n * split
         weights = block_n * block_k * 2 * (2 if shape.pair else 1)
         shared = (weights + max(16, bucket) * block_k * 2) * stages
@@ -93,7 +104,10 @@ def candidates(bucket: int, shape: Shape, sms: int, *, tma: bool) -> Iterator[Ge
             continue
         if (shape.role == "head" and split > 1) or programs < 0.9 * sms or programs > 8 * sms:
             continue
-        yield GemmConfig(block_n, block_k, split, 4, stages, tma=True)
+        registers = bucket * block_n * (2 if shape.pair else 1) // (32 * warps)
+        if split * bucket > PART_ROWS or registers > 128:
+            continue
+        yield GemmConfig(block_n, block_k, split, warps, stages, tma=True)
 
 
 def graph_us(launch: Callable[[], None], launches: int, repeats: int = 7) -> float:
@@ -130,11 +144,11 @@ class Bench:
         self.weights = [torch.randn(width, shape.inner, dtype=dtype, device=device) * 0.02 for _ in range(copies)]
         self.x = torch.randn(rows, shape.inner, dtype=dtype, device=device)
         self.norm = torch.ones(shape.columns, dtype=dtype, device=device)
-        self.squares = torch.ones(shape.columns // 16 + 64, 64, dtype=torch.float32, device=device)
+        self.squares = torch.ones(shape.columns // 16 + 64, MAX_ROWS.value, dtype=torch.float32, device=device)
         kind = torch.float32 if shape.role == "head" else dtype
         self.out = torch.zeros(rows, shape.columns, dtype=kind, device=device)
         self.wide = torch.zeros(rows, width, dtype=kind, device=device)
-        self.work = GemmWorkspace(8 * max(16, rows) * width, width // 16 + 1, device)
+        self.work = GemmWorkspace(max(8 * 16, PART_ROWS) * width, width // 16 + 1, device)
         self.pdl = torch.cuda.get_device_capability(device) >= (9, 0)
 
     def skinny(self, config: GemmConfig) -> None:
@@ -245,53 +259,76 @@ def _compile_part(jobs: list[tuple[tuple[int, Shape], GemmConfig]], dtype: torch
     return found
 
 
-def measure_decode(spec: ModelSpec, device: torch.device, report: Callable[[str], None]) -> dict[str, dict[str, int]]:
-    """The table's entry for a single stream's attention: the least sum of times at a short and a long context."""
+_DECODE_KINDS = (
+    (64, 2, 3), (64, 2, 4), (64, 2, 2), (64, 1, 3), (32, 1, 5), (32, 1, 4), (32, 1, 3), (64, 4, 2), (64, 4, 3),
+    (32, 2, 4), (32, 2, 6), (128, 4, 2),
+)  # fmt: skip
+"""Keys at once, warps, stages of decode attention."""
+
+
+def measure_decode(
+    spec: ModelSpec, device: torch.device, report: Callable[[str], None], *, buckets=DECODE_BUCKETS
+) -> dict[str, dict[str, int]]:
+    """The table's entries for decode attention by rows: the least time at 640 tokens, for a single row at 160 and 16,384."""
+    from triton.runtime.errors import OutOfResources
+
     a = spec.layers[0].mixer
     heads, kv_heads, dim, block = a.num_heads, a.num_kv_heads, a.head_dim, 16
-    contexts, layers = (160, 16384), 4
-    qkv = torch.randn(1, (heads + 2 * kv_heads) * dim, device=device, dtype=torch.bfloat16)
-    out = torch.zeros(1, heads * dim, device=device, dtype=torch.bfloat16)
-    blocks = contexts[1] // block
-    pools = [
-        torch.randn(blocks + 1, 2, kv_heads, block, dim, device=device, dtype=torch.bfloat16) for _ in range(layers)
-    ]
-    table = torch.randperm(blocks, device=device).int().view(1, blocks)
-    turns = torch.rand(contexts[1], dim, device=device)
-    slot = torch.zeros(1, dtype=torch.int32, device=device)
-    work = DecodeWorkspace(1, kv_heads, heads // kv_heads, dim, lambda n: 100, device)
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    turns = torch.rand(16384, dim, device=device)
     pdl = torch.cuda.get_device_capability(device) >= (9, 0)
-    timed = []
-    for block_n, num_warps, stages in (
-        (64, 2, 3),
-        (64, 2, 4),
-        (64, 1, 3),
-        (32, 1, 5),
-        (128, 4, 3),
-        (64, 4, 3),
-        (32, 2, 5),
-    ):
-        for splits, min_chunk in ((33, 64), (33, 128), (50, 64), (50, 128), (66, 64), (66, 128)):
-            config = {
-                "block_n": block_n, "num_warps": num_warps, "stages": stages, "splits": splits, "min_chunk": min_chunk,
-            }  # fmt: skip
-            us = []
-            for context in contexts:
-                at = torch.full((1,), context - 1, dtype=torch.int32, device=device)
+    entries = {}
+    for bucket in buckets:
+        rows, contexts = (1, (160, 16384)) if bucket == buckets[0] else (bucket, (640,))
+        layers = max(2, min(16, _COPIES_BYTES // (rows * contexts[-1] * kv_heads * dim * 4)))
+        qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, device=device, dtype=torch.bfloat16)
+        out = torch.zeros(rows, heads * dim, device=device, dtype=torch.bfloat16)
+        blocks = rows * contexts[-1] // block
+        pools = [
+            torch.randn(blocks + 1, 2, kv_heads, block, dim, device=device, dtype=torch.bfloat16) for _ in range(layers)
+        ]
+        table = torch.randperm(blocks, device=device).int().view(rows, -1)
+        slots = torch.arange(rows, dtype=torch.int32, device=device)
+        work = DecodeWorkspace(rows, kv_heads, heads // kv_heads, dim, lambda n: 100, device)
+        filled = {max(1, -(-k * sms // (rows * kv_heads))) for k in (2, 3, 4)}
+        splits = {min(100, n) for n in filled} | ({1, 2, 4} if rows > 1 else set())
+        chunks = (64, 128) if rows == 1 else (128, 256)
 
-                def launch(config=config, at=at) -> None:
-                    for kv in pools:
-                        decode_attention(
-                            qkv, out, kv, table, slot, at, work, heads, scale=dim**-0.5, cos_sin=turns, rope_dim=dim,
-                            pdl=pdl, **config,
-                        )  # fmt: skip
+        def launch(kind, split, chunk, context, pools=pools, rest=(qkv, out, table, slots, work, rows)) -> None:
+            qkv, out, table, slots, work, rows = rest
+            at = torch.full((rows,), context - 1, dtype=torch.int32, device=device)
+            for kv in pools:
+                decode_attention(
+                    qkv, out, kv, table, slots, at, work, heads, scale=dim**-0.5, cos_sin=turns, rope_dim=dim,
+                    splits=split, min_chunk=chunk, block_n=kind[0], num_warps=kind[1], stages=kind[2], pdl=pdl,
+                )  # fmt: skip
 
-                us.append(graph_us(launch, layers, 5))
-            timed.append((sum(us), us, config))
-    timed.sort(key=lambda t: t[0])
-    for total, us, config in timed[:3]:
-        report(f"attention of one row: {total:.1f} us = {[round(u, 1) for u in us]} at contexts {contexts}: {config}")
-    return {f"{dim}": timed[0][2]}
+        def fits(kind, launch=launch, pools=pools, context=contexts[0]) -> bool:
+            torch.cuda.set_device(device)
+            try:
+                launch(kind, 1, 128, context, pools[:1])
+            except OutOfResources:
+                return False
+            return True
+
+        with ThreadPoolExecutor(12 if separate_launchers() else 1) as threads:
+            good = [k for k, fine in zip(_DECODE_KINDS, threads.map(fits, _DECODE_KINDS), strict=True) if fine]
+        torch.cuda.synchronize(device)
+        timed = []
+        for kind, split, chunk in itertools.product(good, sorted(splits), chunks):
+            us = [graph_us(lambda c=c: launch(kind, split, chunk, c), layers, 5) for c in contexts]  # noqa: B023
+            timed.append((sum(us), us, kind, split, chunk))
+        timed.sort()
+        for total, us, kind, split, chunk in timed[:2]:
+            floor = rows * contexts[-1] * kv_heads * dim * 4 / us[-1] / 1e6
+            report(f"attention of {rows} rows: {total:.1f} us = {[round(u, 1) for u in us]} at {contexts}, {floor:.2f} TB/s: "
+                   f"keys, warps, stages {kind}, splits {split}, at least {chunk} keys")  # fmt: skip
+        _, _, kind, split, chunk = timed[0]
+        entries[decode_key(bucket, dim)] = {
+            "block_n": kind[0], "num_warps": kind[1], "stages": kind[2], "splits": split, "min_chunk": chunk,
+        }  # fmt: skip
+        pools.clear()
+    return entries
 
 
 def write_table(

@@ -16,11 +16,11 @@ from headrace.engine.kernels.activation import activate
 from headrace.engine.kernels.blocks import gather_rows
 from headrace.engine.kernels.decode import DecodeWorkspace, decode_attention
 from headrace.engine.kernels.embed import embed
-from headrace.engine.kernels.gemm import Gained, GemmConfig, GemmWorkspace, skinny_gemm
+from headrace.engine.kernels.gemm import MAX_ROWS, PART_ROWS, Gained, GemmConfig, GemmWorkspace, skinny_gemm
 from headrace.engine.kernels.norm import add_norm
 from headrace.engine.kernels.prefill import PrefillWorkspace, prefill_attention
 from headrace.engine.kernels.rope import rope_cache
-from headrace.engine.kernels.table import BUCKETS, GemmTable
+from headrace.engine.kernels.table import GemmTable
 from headrace.spec.cache import CacheLayout
 from headrace.spec.model import Attention, ModelSpec, Rope
 
@@ -130,8 +130,8 @@ class Decoder:
             self.gathered_rows = max(8192, triton.cdiv(limits.max_model_len, self._hopper.TILE) * self._hopper.TILE)
             self._gathered = empty(self.gathered_rows, 2 * layout.num_kv_heads * layout.head_dim)
         widest = max(max(len(w.qkv), len(w.up), hidden) for w in weights.layers)
-        self._gemm = GemmWorkspace(BUCKETS[-1] * 4 * max(widest, 1), max(widest, spec.vocab_size) // 16 + 1, device)
-        self._squares = torch.empty(2, triton.cdiv(hidden, 16), 64, dtype=torch.float32, device=device)
+        self._gemm = GemmWorkspace(PART_ROWS * max(widest, 1), max(widest, spec.vocab_size) // 16 + 1, device)
+        self._squares = torch.empty(2, triton.cdiv(hidden, 16), MAX_ROWS.value, dtype=torch.float32, device=device)
         # Fused products need the plain pre-norm block.
         self._fusable = all(layer.num_norms == 2 and layer.mlp.gated for layer in spec.layers)
 

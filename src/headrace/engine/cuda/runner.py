@@ -27,6 +27,7 @@ from headrace.engine.cuda.prefixes import shared_prefixes
 from headrace.engine.cuda.sampling import LogprobsInFlight, alter, altered_rows, draw_parameters, logprobs, to_host
 from headrace.engine.grammars import Grammars
 from headrace.engine.kernels.blocks import copy_blocks, scatter
+from headrace.engine.kernels.launchers import separate_launchers
 from headrace.engine.kernels.sample import draw, greedy
 from headrace.engine.sampler.draws import uniforms
 from headrace.engine.sampler.rows import NOT_FINITE, NOTHING_ALLOWED, Rows
@@ -196,7 +197,8 @@ class Runner:
             torch.cuda.set_device(self._device)
             job()
 
-        with ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="compile") as pool:
+        threads = COMPILE_THREADS if separate_launchers() else 1
+        with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
             list(pool.map(one_job, jobs))
         torch.cuda.synchronize(self._device)
 

@@ -1,6 +1,6 @@
 """Matrix products of few rows, with the work around them fused in.
 
-A product of M <= 64 rows reads every weight once and does M multiply-adds with it: bandwidth is all. The rows are one padded
+A product of few rows M reads every weight once and does M multiply-adds with it: bandwidth is all. The rows are one padded
 tensor-core tile; the inner dimension may be split among programs, whose last one to finish adds the parts.
 
 RMS norm costs no kernel and nothing in the inner loop: its scale commutes with the product. Whoever writes the residual stream
@@ -18,6 +18,11 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headrace.engine.kernels.activation import ACTIVATIONS, act
+
+MAX_ROWS = tl.constexpr(256)
+"""Rows that a product takes at most; the distance of a tile's sums of squares from the next one's."""
+PART_ROWS = 256
+"""Padded rows times parts of the inner dimension, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +51,13 @@ def prefetch(pointers):
 
 @triton.jit
 def shrink_of(squares, count, m, rows, inner, eps, BLOCK_M: tl.constexpr):
-    """1 / rms of each row from the partial sums of squares [count, 64] that its writer left."""
-    AT_ONCE: tl.constexpr = 64 if BLOCK_M <= 32 else 32
+    """1 / rms of each row from the partial sums of squares [count, MAX_ROWS] that its writer left."""
+    AT_ONCE: tl.constexpr = 64 if BLOCK_M <= 32 else 2048 // BLOCK_M
     total = tl.zeros([BLOCK_M], tl.float32)
     for t0 in range(0, count, AT_ONCE):
         t = t0 + tl.arange(0, AT_ONCE)
         inside = (t[:, None] < count) & (m[None, :] < rows)
-        total += tl.sum(tl.load(squares + t[:, None] * 64 + m[None, :], inside, 0.0), 0)
+        total += tl.sum(tl.load(squares + t[:, None] * MAX_ROWS + m[None, :], inside, 0.0), 0)
     return tl.rsqrt(total / inner + eps)[:, None]
 
 
@@ -147,7 +152,7 @@ def _skinny(
         tl.store(out + target, rounded, inside)
         if GAIN:
             wide = tl.where(inside, rounded.to(tl.float32), 0.0)
-            tl.store(squares_out + tile * 64 + m, tl.sum(wide * wide, 1), m < rows)
+            tl.store(squares_out + tile * MAX_ROWS + m, tl.sum(wide * wide, 1), m < rows)
             wide = wide * tl.load(gain + n, n_inside, 0.0).to(tl.float32)[None, :]
             tl.store(gained + target, wide.to(out.dtype.element_ty), inside)
 
@@ -166,7 +171,7 @@ class GemmWorkspace:
 
 @dataclass(slots=True)
 class Gained:
-    """x * gain [rows, width] and the partial sums of squares of x, fp32 [tiles, 64]; `count` tiles of them are in use."""
+    """x * gain [rows, width] and the partial sums of squares of x, fp32 [tiles, MAX_ROWS]; `count` tiles of them are in use."""
 
     values: torch.Tensor
     squares: torch.Tensor
@@ -189,7 +194,7 @@ def skinny_gemm(
     gained: Gained | None = None,
     pdl: bool = False,
 ) -> None:
-    """out [rows, n] = x [rows, k] times the transpose of w [n, k], for at most 64 rows.
+    """out [rows, n] = x [rows, k] times the transpose of w [n, k], for at most `MAX_ROWS` rows.
 
     A `Gained` x is RMS-normalized (with `eps`) on the way. `pair`: w is [2 n, k] and out = act(x w1') * (x w2'). `residual`
     (like out; may be out itself): out = residual + scale * product. With `gain` [n], `gained` is written beside out.
@@ -211,7 +216,7 @@ def skinny_gemm(
         x_given = TensorDescriptor.from_tensor(source, [block_m, c.block_k])
         w_given = TensorDescriptor.from_tensor(w, [c.block_n, c.block_k])
     if gained is not None:
-        assert tiles * 64 <= gained.squares.numel()
+        assert tiles * MAX_ROWS.value <= gained.squares.numel()
         gained.count = tiles
     _skinny[(tiles, c.split_k)](
         x_given, w_given, some if bias is None else bias, x.squares if normed else some, some if gain is None else gain,

@@ -188,18 +188,69 @@ def _consume(
             _cleared(v_s.index(stage), length - m0, BLOCK, D)
         for _ in range(1, own):
             acc, top, total, p, at = _advance(
-                q, k_s, v_s, k_full, k_free, v_full, v_free, nothing, acc, top, total, p, at, scale, zero, True, HALF, STAGES
+                q,
+                k_s,
+                v_s,
+                k_full,
+                k_free,
+                v_full,
+                v_free,
+                nothing,
+                acc,
+                top,
+                total,
+                p,
+                at,
+                scale,
+                zero,
+                True,
+                HALF,
+                STAGES,
             )
         # The last block of cached keys comes first and may be ragged.
         old = blocks - own
         for _ in range(min(old, 1)):
             there = (n_rel < start - (old - 1) * BLOCK)[None, :]
             acc, top, total, p, at = _advance(
-                q, k_s, v_s, k_full, k_free, v_full, v_free, nothing, acc, top, total, p, at, scale, zero, there, HALF, STAGES
+                q,
+                k_s,
+                v_s,
+                k_full,
+                k_free,
+                v_full,
+                v_free,
+                nothing,
+                acc,
+                top,
+                total,
+                p,
+                at,
+                scale,
+                zero,
+                there,
+                HALF,
+                STAGES,
             )
         for _ in range(1, old):
             acc, top, total, p, at = _advance(
-                q, k_s, v_s, k_full, k_free, v_full, v_free, nothing, acc, top, total, p, at, scale, zero, True, HALF, STAGES
+                q,
+                k_s,
+                v_s,
+                k_full,
+                k_free,
+                v_full,
+                v_free,
+                nothing,
+                acc,
+                top,
+                total,
+                p,
+                at,
+                scale,
+                zero,
+                True,
+                HALF,
+                STAGES,
             )
         mbarrier.arrive(q_free)
         stage = at % STAGES

@@ -13,7 +13,10 @@ from headrace.base.files import data_dir
 from headrace.engine.kernels.gemm import GemmConfig
 
 SHIPPED = Path(__file__).parent / "configs"
-BUCKETS = (4, 16, 32, 64)
+BUCKETS = (4, 16, 32, 64, 128, 256)
+"""Padded rows of products."""
+DECODE_BUCKETS = (4, 8, 16, 32, 64, 128, 256)
+"""Rows up to which a configuration of decode attention counts."""
 
 
 def user_folder() -> Path:
@@ -62,8 +65,9 @@ class GemmTable:
         return self.guess(columns, inner, pair=pair) if bucket == 16 else None
 
     def decode(self, rows: int, head_dim: int) -> dict[str, int] | None:
-        """How attention of so few rows is cut and run (splits, min_chunk, block_n, num_warps, stages), if it was tuned."""
-        return self._decode.get(f"{head_dim}") if rows <= BUCKETS[0] else None
+        """How attention of so many rows is cut and run (splits, min_chunk, block_n, num_warps, stages), if it was tuned."""
+        bucket = next((b for b in DECODE_BUCKETS if rows <= b), None)
+        return None if bucket is None else self._decode.get(decode_key(bucket, head_dim))
 
     def guess(self, columns: int, inner: int, *, pair: bool) -> GemmConfig:
         """Enough programs to keep two on every multiprocessor, each with some KiB of weights in flight."""
@@ -74,6 +78,10 @@ class GemmTable:
         while tiles * split < 2 * self._sms and split < 8 and inner // (2 * split) >= 2 * block_k:
             split *= 2
         return GemmConfig(block_n, block_k, split, 4, 4)
+
+
+def decode_key(bucket: int, head_dim: int) -> str:
+    return f"{bucket}x{head_dim}"
 
 
 def key(bucket: int, columns: int, inner: int, *, pair: bool) -> str:

@@ -1,0 +1,37 @@
+"""Lets threads compile kernels side by side: Triton's launchers are loaded as modules of their own.
+
+Triton loads every kernel's launcher as an extension module of one and the same name, and CPython then hands one module
+object to all of them: a thread can get the launcher that another has just loaded, which takes other arguments. Under a
+name of its own each is a module of its own; the initializer's symbol is that of the name's last part, which stays.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import threading
+from types import ModuleType
+
+_numbers = itertools.count()
+_lock = threading.Lock()
+
+
+def load_apart(name: str, path: str) -> ModuleType:
+    """The extension module `name` at `path`, as an object that no other load returns."""
+    with _lock:
+        spec = importlib.util.spec_from_file_location(f"headrace_launcher_{next(_numbers)}.{name}", path)
+        if spec is None or spec.loader is None:
+            raise RuntimeError(f"cannot load the launcher at {path}")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+
+def separate_launchers() -> bool:
+    """Make Triton load launchers with `load_apart`; False if this Triton has no such place, and threads are not safe."""
+    from triton.runtime import build
+
+    if not hasattr(build, "_load_module_from_path"):
+        return False
+    build._load_module_from_path = load_apart
+    return True
