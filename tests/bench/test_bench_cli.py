@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from headrace.bench.planned import beside, read_prediction
@@ -128,6 +129,33 @@ def test_a_killed_command_is_resumed(url: str, tmp_path: Path, verb: str) -> Non
         aside = records.parent.with_name(records.parent.name + ".interrupted-1")
         assert (aside / records.name).read_bytes().startswith(before)
     assert (out / "report.html").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_command_that_is_told_to_end_stops_what_it_started(url: str, tmp_path: Path, number: signal.Signals) -> None:
+    """A started engine (here a script in the place of llama-server) does not outlive the command."""
+    server = tmp_path / "llama-server"
+    server.write_text(
+        f"#!{sys.executable}\nimport os, sys\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+        "os.execv(sys.executable, [sys.executable, '-m', 'headrace.cli.main', 'bench', 'golden', '--ttft-ms', '200', "
+        "'--port', sys.argv[sys.argv.index('--port') + 1]])\n"
+    )
+    server.chmod(0o755)
+    out = tmp_path / "run"
+    line = [
+        sys.executable, "-m", "headrace.cli.main", "bench", "run", "--target", f"llama-cpp:bin={server}", "--model", "x.gguf",
+        "--no-headroom", "--requests", "10000", "--concurrency", "2", "--osl", "2", "--out", str(out),
+    ]  # fmt: skip
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not ((out / "records.jsonl").exists() and (out / "records.jsonl").read_bytes()):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=100)
+    assert process.returncode != 0
+    assert "Traceback" not in said
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+    assert not json.loads((out / "run.json").read_text())["finished"], "it can be resumed"
 
 
 def test_an_invalid_run_is_code_3_and_says_why(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -246,6 +247,26 @@ async def test_an_engine_is_started_asked_and_stopped(tmp_path: Path, monkeypatc
     with socket.socket() as closed:
         assert closed.connect_ex(("127.0.0.1", port)) != 0
     assert b"hello from the engine" in (tmp_path / "log").read_bytes()
+
+
+@pytest.mark.model
+async def test_our_own_server_is_started_and_emptied(tmp_path: Path) -> None:
+    """The real one: what a first request left in its prefix cache is not there after a flush."""
+    spec = parse_target("headrace:context=256,threads=1")
+    async with (
+        process.open_target(spec, "smollm2-135m", tmp_path / "log") as running,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120.0)) as session,
+    ):
+
+        async def cached() -> int:
+            asked = {"model": running.model, "prompt": list(range(1000, 1100)), "max_tokens": 1}
+            async with session.post(running.url + "/v1/completions", json=asked) as response:
+                return int((await response.json())["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        assert [await cached() > 0 for _ in range(2)] == [False, True]
+        assert await running.flush()
+        assert await cached() == 0
+        assert running.info["cache_before"] == "emptied with POST /reset_prefix_cache"
 
 
 async def test_an_engine_that_ends_early_shows_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -439,7 +440,6 @@ def golden(
     api_key: Annotated[str, typer.Option(help="Key that requests must carry.", show_default=False)] = "",
 ) -> None:
     """Serve answers whose token counts and send times are known exactly; GET /golden/truth tells what was really sent."""
-    import contextlib
     import signal
 
     from headrace.bench.golden import GoldenScript, serve_golden
@@ -501,11 +501,35 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _run(work: Coroutine[Any, Any, Any]) -> Any:
+    """Run to the end. SIGTERM ends it as Ctrl-C does: what was started is stopped, what was recorded stays."""
+    import signal
+
+    told = False
+
+    async def until_told() -> Any:
+        def end() -> None:
+            nonlocal told
+            told = True
+            running.cancel()
+
+        running = asyncio.ensure_future(work)
+        with contextlib.suppress(NotImplementedError):  # not on Windows
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
+        return await running
+
     try:
         import uvloop
     except ImportError:  # not on Windows
-        return asyncio.run(work)
-    return uvloop.run(work)
+        runner: Callable[[Coroutine[Any, Any, Any]], Any] = asyncio.run
+    else:
+        runner = uvloop.run
+    try:
+        return runner(until_told())
+    except asyncio.CancelledError:
+        if not told:
+            raise
+        print("headrace: ended by SIGTERM", file=sys.stderr)
+        raise typer.Exit(128 + signal.SIGTERM) from None
 
 
 def _finish(work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
