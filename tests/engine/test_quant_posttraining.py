@@ -1,0 +1,447 @@
+"""Quantizing a model: folders that transformers loads, methods that lose less than rounding, runs that can be continued."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from test_models_logits import VOCAB, dense, reference, tiny_model
+from torch_steps import Engine
+
+from headrace.base.errors import CorruptCheckpoint, HeadraceError, InvalidInput
+from headrace.engine.models import MODELS
+from headrace.engine.quant import posttraining
+from headrace.engine.quant.calibration import CalibrationText, LayerRun
+from headrace.engine.quant.formats import form
+from headrace.engine.quant.formats.integer_groups import IntegerGroups
+from headrace.engine.quant.journal import NAME as JOURNAL
+from headrace.engine.quant.journal import Journal
+from headrace.engine.quant.methods import METHODS, awq, gptq
+from headrace.engine.quant.methods._contract import Inputs, LayerWork, Settings
+from headrace.engine.quant.posttraining import quantize
+from headrace.engine.weights.open import open_weights
+from headrace.engine.weights.safetensors import SafetensorsSource, checkpoint_paths
+from headrace.spec.config import EngineConfig
+from headrace.spec.locate import locate
+
+WIDTHS = {"hidden_size": 64, "intermediate_size": 128}
+
+
+def text(length=64, samples=24, seed=0) -> CalibrationText:
+    """Tokens that follow each other with a pattern, so that activations are correlated as in language."""
+    rng = np.random.default_rng(seed)
+    successor = rng.integers(3, VOCAB, VOCAB)
+    tokens = [5]
+    for _ in range(length * samples):
+        tokens.append(int(successor[tokens[-1]]) if rng.random() < 0.7 else int(rng.integers(3, VOCAB)))
+    return CalibrationText.of(tokens, samples, length)
+
+
+def made(folder, out, weights="int4-g32", method="rtn", **how):
+    return quantize(locate(str(folder)), weights, method, out, calibration=text(), **how)
+
+
+def ours(folder, tokens):
+    engine = Engine.of(str(folder), threads=1)
+    try:
+        s = engine.add(tokens, prompt_logprobs=VOCAB)
+        engine.generate([s], 1)
+        weights = engine.model.memory()[0]
+        assert weights.predicted_bytes == weights.actual_bytes
+        return dense(s.prompt_logprobs)
+    finally:
+        engine.close()
+
+
+def theirs(folder, tokens):
+    """transformers' log-probabilities. It dequantizes while loading: its packed layers of compressed-tensors 0.20 expect the
+    zero points of asymmetric weights unpacked, which that library itself never writes."""
+    config = transformers.CompressedTensorsConfig(dequantize=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=config, attn_implementation="eager"
+    ).eval()
+    return reference(model, tokens).numpy()[:-1]
+
+
+@pytest.mark.parametrize(
+    ("weights", "method"),
+    [
+        ("int4-g32", "gptq"),
+        ("int4-g32-asym", "awq"),
+        ("int4-g64", "rtn"),
+        ("int4", "rtn"),
+        ("int8-g32", "rtn"),
+        ("int8", "rtn"),
+        ("fp8", "rtn"),
+        ("fp8-channel", "awq"),
+    ],
+)
+def test_transformers_loads_the_folder_and_computes_the_same(tmp_path, weights, method):
+    _, folder = tiny_model(tmp_path, "llama", **WIDTHS)
+    made(folder, tmp_path / "out", weights, method)
+    tokens = list(range(3, 40))
+    np.testing.assert_allclose(ours(tmp_path / "out", tokens), theirs(tmp_path / "out", tokens), atol=1e-4, rtol=0)
+
+
+def test_w8a8_is_written_with_activations_and_computed_alike(tmp_path):
+    """Both round activations per token; the rounding of halves and of the scale's last bit is not the same."""
+    model, folder = tiny_model(tmp_path, "llama", **WIDTHS)
+    made(folder, tmp_path / "out", "w8a8")
+    tokens = list(range(3, 40))
+    found, expected = ours(tmp_path / "out", tokens), theirs(tmp_path / "out", tokens)
+    plain = reference(model, tokens).numpy()[:-1]
+    assert np.abs(found - expected).mean() < np.abs(found - plain).mean() * 1.5
+    assert np.abs(found - expected).max() < 0.5
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["config_groups"]["group_0"]["input_activations"]["dynamic"] is True
+
+
+@pytest.mark.parametrize("case", ["qwen2", "gemma3", "phi3", "qwen3"])
+def test_other_architectures(tmp_path, case):
+    _, folder = tiny_model(tmp_path, case, **WIDTHS)
+    made(folder, tmp_path / "out", "int4-g32-asym", "awq")
+    tokens = list(range(3, 40))
+    np.testing.assert_allclose(ours(tmp_path / "out", tokens), theirs(tmp_path / "out", tokens), atol=1e-4, rtol=0)
+
+
+def test_a_bf16_model_keeps_scales_that_bf16_has(tmp_path):
+    """Readers that hold scales in the model's type see the same numbers."""
+    model, folder = tiny_model(tmp_path, "llama", **WIDTHS)
+    model.bfloat16().save_pretrained(folder)
+    for weights in ("int4-g32-asym", "int8"):
+        out = tmp_path / weights
+        made(folder, out, weights)
+        stored = load_file(out / "model-layer-00001.safetensors")
+        assert stored["model.layers.1.mlp.up_proj.weight_scale"].dtype == torch.bfloat16
+        source = open_weights(locate(str(out)), EngineConfig(model=str(out)))
+        packed = source.packed("model.layers.1.mlp.up_proj.weight")
+        assert not packed.rounded
+        config = transformers.CompressedTensorsConfig(dequantize=True)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            out, quantization_config=config, dtype=torch.bfloat16
+        )
+        layer = loaded.model.layers[1].mlp.up_proj
+        mine = torch.from_numpy(source.read("model.layers.1.mlp.up_proj.weight"))
+        torch.testing.assert_close(layer.weight.float(), mine, rtol=2**-7, atol=0)
+
+
+def test_experts_are_quantized_by_gptq_and_served(tmp_path):
+    _, folder = tiny_model(tmp_path, "mixtral", **WIDTHS)
+    result = made(folder, tmp_path / "out", "int4-g32", "gptq")
+    assert len(result.losses) == 4
+    made(folder, tmp_path / "rtn", "int4-g32", "rtn")
+    assert ours(tmp_path / "out", list(range(3, 40))).shape == (36, VOCAB)
+    errors = [relative_output_error(folder, tmp_path / name, text(seed=1)) for name in ("out", "rtn")]
+    assert errors[0] < errors[1]
+
+
+def kl(plain, found) -> float:
+    return float((np.exp(plain) * (plain - found)).sum(-1).mean())
+
+
+def test_calibrated_methods_lose_less_than_rounding(tmp_path):
+    model, folder = tiny_model(tmp_path, "llama", **WIDTHS, num_key_value_heads=4)
+    losses, kls = {}, {}
+    fresh = [int(t) for t in text(length=120, samples=1, seed=0).tokens[0]]
+    plain = reference(model, fresh).numpy()[:-1]
+    for method in METHODS.names():
+        out = tmp_path / method
+        result = made(folder, out, "int4-g64", method)
+        losses[method] = relative_output_error(folder, out, text(seed=1))
+        kls[method] = kl(plain, ours(out, fresh))
+        assert all(0 < loss < 0.05 for loss in result.losses)
+    assert losses["gptq"] < losses["rtn"]
+    assert losses["awq"] < losses["rtn"]
+    assert kls["gptq"] < kls["rtn"]
+
+
+def relative_output_error(folder, out, calibration) -> float:
+    """Mean squared error of the last layer's hidden states over their mean square, on text that was not calibrated with."""
+    plain, rounded = hidden_states(folder, calibration), hidden_states(out, calibration)
+    return float((plain - rounded).square().mean() / plain.square().mean())
+
+
+def hidden_states(folder, calibration) -> torch.Tensor:
+    files = locate(str(folder))
+    spec, names = files.spec(), MODELS.get(files.spec().model_type).hf
+    source = open_weights(files, EngineConfig(model=str(folder)))
+    table = torch.from_numpy(np.array(source.read(f"{names.embedding}.weight")))
+    hidden = table[torch.from_numpy(calibration.tokens)] * spec.embedding_scale
+    with torch.inference_mode():
+        for i in range(spec.num_layers):
+            tensors = {n: torch.from_numpy(np.array(source.read(n))) for n in source.names() if f"layers.{i}." in n}
+            hidden = LayerRun(spec, names, i, tensors)(hidden)
+    return hidden
+
+
+@pytest.mark.parametrize(
+    "case", ["llama", "llama-tied-biased", "mistral-window", "gemma2", "gemma3", "phi3", "qwen3", "mixtral"]
+)
+def test_layers_run_one_by_one_give_the_model(tmp_path, case):
+    model, folder = tiny_model(tmp_path, case)
+    calibration = text(length=40, samples=3)
+    hidden = hidden_states(folder, calibration)
+    with torch.inference_mode():
+        expected = model.model(torch.from_numpy(calibration.tokens), output_hidden_states=True).last_hidden_state
+        torch.testing.assert_close(model.model.norm(hidden), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["llama-mha", "llama-tied-biased", "gemma3", "qwen2", "phi3"])
+def test_folding_scales_leaves_the_function_as_it_is(tmp_path, case, monkeypatch):
+    _, folder = tiny_model(tmp_path, case, **WIDTHS)
+    files = locate(str(folder))
+    spec, names = files.spec(), MODELS.get(files.spec().model_type).hf
+    source = SafetensorsSource(checkpoint_paths(folder))
+    tensors = {n: torch.from_numpy(np.array(source.read(n))) for n in source.names() if "layers.1." in n}
+    matrices = tuple(n for n, t in tensors.items() if t.dim() == 2)
+    hidden = torch.randn(2, 20, 64, generator=torch.Generator().manual_seed(0))
+    folded = []
+
+    def random_scales(matrices, inputs, form, grid):
+        folded.append(len(matrices))
+        return torch.rand(matrices[0].shape[1], generator=torch.Generator().manual_seed(len(folded))) + 0.5
+
+    monkeypatch.setattr(awq, "_search", random_scales)
+    with torch.inference_mode():
+        layer = LayerRun(spec, names, 1, tensors)
+        work = LayerWork(1, names, dict(tensors), matrices, layer.record(), spec.norm_offset)
+        before = layer(hidden)
+        assert set(work.inputs) == set(matrices)
+        awq.METHOD.quantize(work, form("int8"), Settings())
+        after = LayerRun(spec, names, 1, work.tensors)(hidden)
+    assert len(folded) == {"llama-mha": 4, "phi3": 2}.get(case, 3)
+    assert any(not torch.equal(work.tensors[m], tensors[m]) for m in matrices)
+    torch.testing.assert_close(after, before, atol=2e-5, rtol=1e-4)
+
+
+def correlated(width, rows=500, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(width, width, generator=generator) / width**0.5
+    x = torch.randn(rows, width, generator=generator) @ mix + torch.randn(rows, 1, generator=generator)
+    x[:, ::9] *= 6
+    inputs = Inputs.empty(width)
+    inputs.add(x)
+    return x, inputs
+
+
+@pytest.mark.parametrize("name", ["int4_g32", "int4_g32_asym", "int4_g128", "int4", "int8_g64"])
+@pytest.mark.parametrize("act_order", [False, True])
+def test_gptq_errs_less_than_rounding_on_correlated_inputs(name, act_order):
+    x, inputs = correlated(160)
+    weight = torch.randn(48, 160, generator=torch.Generator().manual_seed(1))
+    f = form(name)
+    assert isinstance(f, IntegerGroups)
+    found = gptq.rounded(weight, inputs, f, Settings(act_order=act_order), "w").dequantize()
+    plain = f.quantize(weight).dequantize()
+
+    def error(w):
+        return float(((w - weight) @ x.t()).square().sum())
+
+    assert error(found) < 0.8 * error(plain)
+    assert inputs.loss(found - weight) == pytest.approx(error(found), rel=1e-3)
+
+
+def test_gptq_without_correlation_is_rounding():
+    inputs = Inputs(torch.diag(torch.linspace(5, 1, 128)), torch.ones(128), 10)
+    weight = torch.randn(16, 128, generator=torch.Generator().manual_seed(2))
+    f = form("int4_g32_asym")
+    found = gptq.rounded(weight, inputs, f, Settings(damping=1e-9), "w")
+    expected = f.quantize(weight)
+    for key, tensor in expected.tensors.items():
+        assert torch.equal(found.tensors[key], tensor), key
+
+
+def test_gptq_lets_unused_inputs_be_and_refuses_none():
+    inputs = Inputs(torch.zeros(64, 64), torch.zeros(64), 0)
+    found = gptq.rounded(torch.randn(8, 64), inputs, form("int4_g32"), Settings(), "w")
+    assert not found.dequantize().any()
+
+
+def interrupted(after):
+    def report(progress):
+        if progress.done == after:
+            raise KeyboardInterrupt
+
+    return report
+
+
+@pytest.mark.parametrize("method", ["rtn", "awq", "gptq"])
+@pytest.mark.parametrize("after", [1, 3, 4])
+def test_a_run_that_was_ended_is_continued_to_the_same_files(tmp_path, method, after):
+    _, folder = tiny_model(tmp_path, "llama", **WIDTHS)
+    made(folder, tmp_path / "whole", method=method)
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        made(folder, out, method=method, report=interrupted(after))
+    assert not (out / "config.json").exists()
+    seen = []
+    made(folder, out, method=method, report=seen.append)
+    assert [p.resumed for p in seen] == [i < after for i in range(4)]
+    for path in (tmp_path / "whole").iterdir():
+        assert (out / path.name).read_bytes() == path.read_bytes(), path.name
+    assert sorted(p.name for p in out.iterdir()) == sorted(p.name for p in (tmp_path / "whole").iterdir())
+
+
+def test_half_a_journal_line_and_half_a_file_are_written_again(tmp_path):
+    _, folder = tiny_model(tmp_path, "llama", **WIDTHS)
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        made(folder, out, report=interrupted(2))
+    journal = (out / JOURNAL).read_bytes()
+    (out / JOURNAL).write_bytes(journal[:-20])
+    (out / "model-layer-00001.partial").write_bytes(b"half")
+    seen = []
+    made(folder, out, report=seen.append)
+    assert [p.resumed for p in seen] == [True, False, False, False]
+    assert ours(out, [3, 4, 5]).shape == (2, VOCAB)
+
+
+def test_a_finished_file_that_was_changed_is_named(tmp_path):
+    _, folder = tiny_model(tmp_path, "llama", **WIDTHS)
+    out = tmp_path / "out"
+    made(folder, out)
+    (out / "model-layer-00002.safetensors").write_bytes(b"short")
+    with pytest.raises(CorruptCheckpoint, match="layer-00002"):
+        made(folder, out)
+
+
+def test_other_settings_do_not_continue_a_run(tmp_path):
+    _, folder = tiny_model(tmp_path, "llama", **WIDTHS)
+    with pytest.raises(KeyboardInterrupt):
+        made(folder, tmp_path / "out", report=interrupted(1))
+    with pytest.raises(InvalidInput, match=r"another weights") as caught:
+        made(folder, tmp_path / "out", "int8")
+    assert caught.value.field == "out"
+
+
+def test_a_folder_with_a_model_is_not_written_over(tmp_path):
+    _, folder = tiny_model(tmp_path, "llama", **WIDTHS)
+    with pytest.raises(InvalidInput, match="holds a model already"):
+        made(folder, folder)
+    assert (folder / "model.safetensors").exists()
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    first = Journal(tmp_path / "out", {"a": 1})
+    with pytest.raises(InvalidInput, match="another process"):
+        Journal(tmp_path / "out", {"a": 1})
+    first.close()
+    Journal(tmp_path / "out", {"a": 1}).close()
+
+
+def test_kept_modules_stay_and_the_folder_says_so(tmp_path):
+    from headrace.engine.quant.policy import Policy
+
+    _, folder = tiny_model(tmp_path, "llama", **WIDTHS)
+    policy = Policy(modules=("re:.*layers\\.0\\..*", "down_proj"))
+    made(folder, tmp_path / "out", method="gptq", policy=policy)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert "model.layers.3.mlp.down_proj" in config["ignore"]
+    stored = load_file(tmp_path / "out" / "model-layer-00000.safetensors")
+    assert not any(name.endswith("packed") for name in stored)
+    tokens = list(range(3, 40))
+    np.testing.assert_allclose(ours(tmp_path / "out", tokens), theirs(tmp_path / "out", tokens), atol=1e-4, rtol=0)
+
+
+REFUSED = {
+    "groups-that-do-not-divide": (
+        {"intermediate_size": 96},
+        {"weights": "int4-g64"},
+        r"down_proj.*96 inputs.*groups of 32",
+    ),
+    "nowhere-to-write": ({}, {"weights": "nf4"}, r"nf4.*int4_g128"),
+    "unknown-format": ({}, {"weights": "int3"}, "int3"),
+    "unknown-method": ({}, {"method": "magic"}, r"magic.*awq.*gptq.*rtn"),
+    "gptq-of-floats": ({}, {"weights": "fp8", "method": "gptq"}, "gptq"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_done_is_refused_before_anything_is_written(tmp_path, case):
+    changes, how, words = REFUSED[case]
+    _, folder = tiny_model(tmp_path, "llama", **WIDTHS | changes)
+    with pytest.raises(InvalidInput, match=words):
+        made(folder, tmp_path / "out", **how)
+    assert not (tmp_path / "out").exists()
+
+
+def test_awq_of_experts_is_refused(tmp_path):
+    _, folder = tiny_model(tmp_path, "mixtral", **WIDTHS)
+    with pytest.raises(InvalidInput, match="experts"):
+        made(folder, tmp_path / "out", method="awq")
+
+
+def test_a_quantized_model_is_not_quantized_again(tmp_path):
+    _, folder = tiny_model(tmp_path, "llama", **WIDTHS)
+    made(folder, tmp_path / "out")
+    with pytest.raises(InvalidInput, match="int4_g32"):
+        made(tmp_path / "out", tmp_path / "again")
+
+
+def test_calibrated_methods_need_text(tmp_path):
+    _, folder = tiny_model(tmp_path, "llama", **WIDTHS)
+    with pytest.raises(InvalidInput, match="text") as caught:
+        quantize(locate(str(folder)), "int4-g32", "gptq", tmp_path / "out")
+    assert caught.value.field == "calibrate"
+    with pytest.raises(InvalidInput, match="64"):
+        CalibrationText.of([1, 2, 3], 4, 64)
+
+
+def test_nan_weights_are_named(tmp_path):
+    _, folder = tiny_model(tmp_path, "llama", **WIDTHS)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.2.self_attn.k_proj.weight"][0, 0] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(HeadraceError, match=r"layers\.2\.self_attn\.k_proj"):
+        made(folder, tmp_path / "out")
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def with_tokenizer(folder):
+    """A tokenizer of bytes, so that the whole path from text works."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def test_the_verb_quantizes_continues_and_what_it_wrote_generates(tmp_path, capsys):
+    from headrace.cli.main import main
+
+    _, folder = tiny_model(tmp_path, "llama", **WIDTHS, vocab_size=256)
+    with_tokenizer(folder)
+    book = tmp_path / "book.txt"
+    book.write_text("It was the best of times, it was the worst of times. " * 60)
+    out = tmp_path / "out"
+    arguments = ["quantize", str(folder), "--weights", "int4-g32", "--method", "gptq", "--calibrate", str(book)]
+    arguments += ["--samples", "8", "--length", "32", "--threads", "1", "--out", str(out)]
+    for state in ("relative loss", "finished before"):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert not ended.value.code
+        shown = capsys.readouterr()
+        assert shown.err.count(state) == 4
+        assert str(out) in shown.out
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", str(out), "--prompt", "It was", "--max-tokens", "4", "--temperature", "0", "--json"])
+    assert not ended.value.code
+    assert json.loads(capsys.readouterr().out)["backend"] == "torch"
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments[:-1], str(tmp_path / "other"), "--weights", "nf4"])
+    assert ended.value.code == 2
+
+
+def test_the_result_counts_bytes(tmp_path):
+    _, folder = tiny_model(tmp_path, "llama", **WIDTHS)
+    result = made(folder, tmp_path / "out", "int8")
+    assert result.bytes_before == sum(p.stat().st_size for p in folder.glob("*.safetensors"))
+    assert result.bytes_after == sum(p.stat().st_size for p in (tmp_path / "out").glob("*.safetensors"))
+    assert result.bytes_after < 0.5 * result.bytes_before
+    assert isinstance(result, posttraining.Result)
