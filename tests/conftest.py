@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+import near_ties
 from headrace import LLM
 
 BACKEND = os.environ.get("HEADRACE_TEST_BACKEND", "torch")
@@ -18,3 +19,12 @@ def smollm() -> Iterator[LLM]:
     """The real small model in this process, with room for dozens of requests; its prefix cache lives as long."""
     with LLM("smollm2-135m", backend=BACKEND, threads=1, max_model_len=768, kv_bytes=256 * 2**20) as llm:
         yield llm
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """List the near-ties at which greedy answers of the real model parted."""
+    terminalreporter.section(
+        f"greedy answers parted at {len(near_ties.LISTED)} near-ties (two best within {near_ties.TIE})"
+    )
+    for line in near_ties.summary():
+        terminalreporter.write_line(line)
