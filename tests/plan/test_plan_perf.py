@@ -1,6 +1,7 @@
 """Latency, throughput and dollars: limits, monotony, conservation of time, speculation, and the search."""
 
 import math
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -270,3 +271,19 @@ def test_eager_steps_are_launched_one_by_one():
     eager = msgspec.structs.replace(plain, eager=True)
     assert perf(eager).tpot_ms.value > perf(plain).tpot_ms.value
     assert perf(eager).decode_ms["gemm"] == perf(plain).decode_ms["gemm"]
+
+
+def test_balancing_attention_replicas_delays_the_first_token_only():
+    run = Inputs(
+        model="deepseek-r1", gpu="b200-sxm-180", n_gpus=8, tp=1, dp=8, ep=8, engine="tensorrt-llm", isl=1024, osl=512,
+        concurrency=64,
+    )  # fmt: skip
+    d = resolve(run)
+    t = traffic(d)
+    e = efficiency({}, d.engine, d.gpu.generation, d.weights)
+    held = closed_loop(t.loop, t.peaks, e)
+    free = closed_loop(replace(t.loop, held_steps=0.0), t.peaks, e)
+    assert held.ttft_s - free.ttft_s == pytest.approx(50 * held.decode_s)
+    assert held.tpot_s == free.tpot_s
+    assert any("held back" in note for note in perf(run).notes)
+    assert traffic(resolve(msgspec.structs.replace(run, engine="sglang"))).loop.held_steps == 0.0

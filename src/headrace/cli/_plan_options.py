@@ -29,8 +29,11 @@ class Target:
 
     def inputs(self, **more: Any) -> Inputs:
         """The planner's question; keyword arguments are its other fields."""
+        from headrace.base.errors import InvalidInput
         from headrace.plan.deployment import Inputs
 
+        if self.gpus < 1:
+            raise InvalidInput(f"gpus must be at least 1, got {self.gpus}", field="gpus")
         given = dict(vars(self))
         return Inputs(n_gpus=given.pop("gpus"), **given, **more)
 

@@ -55,6 +55,8 @@ def fit(
     from headrace.plan.fit import fit as plan_fit
     from headrace.plan.fit import max_context_for
 
+    if context is not None and context < 1:
+        raise InvalidInput(f"context must be at least 1, got {context}", field="context")
     inputs = target.inputs(max_model_len=context)
     if users is not None and users < 1:
         raise InvalidInput(f"users must be at least 1, got {users}", field="users")

@@ -19,7 +19,8 @@ class Loop:
 
     `alone` is the work of prefilling one prompt by itself (all its steps, if it is longer than one); `prefill` that of a
     step, or of those steps, shared by `prompts` prompts. `osl` counts the first token too. `replicas_in_step`: attention
-    replicas, which prefill side by side. `tokens_per_step`: above 1 with speculation.
+    replicas, which prefill side by side. `tokens_per_step`: above 1 with speculation. `held_steps`: decode steps for which
+    the scheduler keeps a new prompt back.
     """
 
     decode: Work
@@ -31,6 +32,7 @@ class Loop:
     osl: Number
     replicas_in_step: Number
     tokens_per_step: Number = 1.0
+    held_steps: Number = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,6 @@ def closed_loop(loop: Loop, p: Peaks, e: Efficiency) -> Times:
     decoding = decode * gaps / loop.tokens_per_step
     held = (others - ahead) * prompt * loop.osl / (loop.osl + 1.0)
     tpot = (decoding + held) / gaps
-    first = e.prompt_s + alone + prompt * ahead + 0.5 * decode
+    first = e.prompt_s + alone + prompt * ahead + (0.5 + loop.held_steps) * decode
     cycle = first + tpot * gaps
     return Times(first + cycle * loop.waiting / loop.running, tpot, decode, prompt, alone, cycle)

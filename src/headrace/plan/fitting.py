@@ -46,7 +46,16 @@ from headrace.plan.workload import Traffic, traffic
 SIGMA = {"ttft": 0.35, "tpot": 0.06, "throughput": 0.15}
 """Spread of one measurement around the model, in logarithms; what weighs the metrics against each other."""
 
-PRIOR = {"base": 0.4, "engine": 0.06, "generation": 0.2, "path": 0.8, "wave": 0.25, "effect": 0.1, "effect_wave": 0.01}
+PRIOR = {
+    "base": 0.4,
+    "engine": 0.06,
+    "engine_eager": 0.4,
+    "generation": 0.2,
+    "path": 0.8,
+    "wave": 0.25,
+    "effect": 0.1,
+    "effect_wave": 0.01,
+}
 EFFECT_SCALE = {"ttft": 3.0, "tpot": 1.0, "throughput": 1.0}
 
 SKEWED = ("ttft", "throughput")
@@ -97,7 +106,7 @@ def table(points: Sequence[Point]) -> Table:
     names = sorted(set(keys))
     named = [group_names(p.family, d) for p, d in zip(chosen, deployments, strict=True)]
     groups = sorted({g for names_of in named for g in names_of})
-    counts = ("prompts", "running", "waiting", "osl", "replicas_in_step", "tokens_per_step")
+    counts = ("prompts", "running", "waiting", "osl", "replicas_in_step", "tokens_per_step", "held_steps")
 
     def column(values: Sequence[float | None]) -> Array:
         return np.array([math.nan if v is None else float(v) for v in values])
@@ -139,6 +148,8 @@ def _names(t: Table) -> list[str]:
 def _spread(name: str) -> float:
     if name.endswith(("wave", "prompt_s")):
         return PRIOR["wave"]
+    if name.startswith("engine.") and ".eager_" in name:
+        return PRIOR["engine_eager"]
     return PRIOR[name.split(".")[0]] if "." in name else PRIOR["base"]
 
 

@@ -118,6 +118,9 @@ def rank(need: Need, calibration: CalibrationSet | None = None) -> Ranking:
         raise InvalidInput(f"min_users must be at least 1, got {need.min_users}", field="users")
     for gpu in need.gpus:
         hardware.find(gpu)
+    for field, values in (("gpus", need.counts), ("pp", need.pp), ("dp", need.dp)):
+        if min(values, default=0) < 1:
+            raise InvalidInput(f"{field} must name numbers of at least 1, got {list(values)}", field=field)
     candidates: list[Candidate] = []
     rejected: list[Rejected] = []
     notes: list[str] = []
@@ -130,6 +133,12 @@ def rank(need: Need, calibration: CalibrationSet | None = None) -> Ranking:
             candidates.append(outcome)
         else:
             rejected.append(outcome)
+    if not candidates and not rejected:
+        raise InvalidInput(
+            f"no way to cut {need.model} over {list(need.counts)} GPUs into {list(need.pp)} stages and {list(need.dp)} replicas",
+            field="gpus",
+            remedy="give a count that they divide; models without experts take no attention replicas, and some cards no link",
+        )
     candidates.sort(key=_order)
     unpriced = sorted({c.gpu for c in candidates if c.usd_per_million_output_tokens is None})
     if unpriced:
@@ -175,8 +184,8 @@ def _layouts(count: int, need: Need, moe: bool) -> Iterator[Layout]:
     """All ways to cut an instance over `count` GPUs. Experts are cut like the rest, or spread over all ranks of a stage; with
     attention replicas they are always spread."""
     for pp in need.pp:
-        for dp in need.dp if moe else (1,):
-            if count % (pp * dp):
+        for dp in need.dp:
+            if (dp > 1 and not moe) or count % (pp * dp):
                 continue
             stage = count // pp
             spread = {stage} if dp > 1 else {1, stage} if moe else {1}

@@ -15,6 +15,10 @@ from headrace.spec.hardware import Gpu
 RESERVED_OUTPUT = {"tensorrt-llm": 0.85}
 """Share of a request's output that the engine reserves on admission; elsewhere half of it is held on average."""
 
+BALANCE_STEPS = {"tensorrt-llm": 50.0}
+"""With attention replicas: steps for which the scheduler holds a prompt back until every replica has one to prefill
+(the default of TensorRT-LLM's `attention_dp_config.timeout_iters`; the balance itself is assumed on, its default is off)."""
+
 COMPUTE = ("bf16", "fp16", "fp8", "fp4", "int8")
 
 
@@ -70,6 +74,9 @@ def traffic(d: Deployment) -> Traffic:
         notes.append(f"{waiting} of {wanted} requests wait for memory or a slot")
     m = rank_model(d)
     per_replica = max(1, round(running / d.layout.dp))
+    held_steps = BALANCE_STEPS.get(d.engine, 0.0) if d.layout.dp > 1 else 0.0
+    if held_steps:
+        notes.append(f"prompts are taken to be held back for {held_steps:g} steps to balance the attention replicas")
     drafts = d.inputs.draft_tokens
     stages = d.layout.pp
     in_flight = min(stages, per_replica)
@@ -91,6 +98,7 @@ def traffic(d: Deployment) -> Traffic:
         osl=float(osl),
         replicas_in_step=float(d.layout.dp),
         tokens_per_step=expected_tokens(d.inputs.acceptance, drafts),
+        held_steps=held_steps,
     )
     compute = compute_precision(d.weights, units(d.gpu))
     return Traffic(loop, peaks(d.gpu, compute), m, running, waiting, fits, tuple(notes))
