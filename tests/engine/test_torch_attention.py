@@ -95,6 +95,22 @@ def test_equals_naive(name, kind, shape):
         torch.testing.assert_close(attend(backend, KINDS[kind], batch), expected, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("shape", ["decode", "decode of equal length", "one decode", "mixed"])
+def test_heads_of_a_joint_projection_equal_naive(shape):
+    """Queries, keys and values as views of one buffer, refilled and attended to again as in the layers of a step."""
+    kind = KINDS["gqa"]
+    spans, q, k, v, cache = random_batch(kind, BATCHES[shape], 5)
+    joint = torch.empty(len(q), kind.num_heads + 2 * kind.num_kv_heads, kind.head_dim)
+    views = joint.split((kind.num_heads, kind.num_kv_heads, kind.num_kv_heads), 1)
+    prepared = ATTENTION.get("sdpa").prepare(spans, kind, q.device, q.dtype)
+    for scale in (1.0, -0.5):
+        for view, values in zip(views, (q * scale, k, v), strict=True):
+            view.copy_(values)
+        expected = attend(ATTENTION.get("naive"), kind, (spans, q * scale, k, v, cache))
+        found = ATTENTION.get("sdpa").attend(*views, cache, prepared)
+        torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=list(KINDS))
 @pytest.mark.parametrize("name", [n for n in ATTENTION.names() if n != "naive"])
 def test_shared_prefixes_equal_naive(name, kind, monkeypatch):

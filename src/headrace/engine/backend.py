@@ -72,7 +72,12 @@ class Formats:
 
 
 class Backend(Protocol):
-    """One way to compute. Importing its module must be cheap enough to ask `unavailable`."""
+    """One way to compute. Importing its module must be cheap enough to ask `unavailable`.
+
+    A backend may name in `libraries` the modules that take long to import and that `load` needs: they are imported before
+    it, each as a stage of its own of the start. `environment`: variables with values that these read when they are
+    imported, set where the user has not.
+    """
 
     name: str
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -96,6 +98,11 @@ def launch(config: EngineConfig, *, files: ModelFiles | None = None, clock: Cloc
         _check(config, files.spec())
     with stages.stage("import the backend"):
         backend, notes = choose_backend(config, files)
+    for name, value in getattr(backend, "environment", ()):
+        os.environ.setdefault(name, value)
+    for library in getattr(backend, "libraries", ()):
+        with stages.stage(f"import {library}"):
+            importlib.import_module(library)
     with stages.stage("load the weights"):
         model = backend.load(files, config)
     with stages.stage("allocate the KV pool"):

@@ -14,7 +14,7 @@ from headrace.engine.backend import Limits
 from headrace.engine.batch import Batch, Ints
 from headrace.engine.layers.context import StepContext
 from headrace.engine.layers.decoder import Decoder
-from headrace.engine.layers.rope import rotation_table
+from headrace.engine.layers.rope import HeadBuffer, rotation_table
 from headrace.engine.memory import huge_pages
 from headrace.engine.sampler.rows import Rows, Sampled
 from headrace.engine.sampler.sampler import sample, token_logprobs
@@ -84,6 +84,9 @@ class Runner:
         self._tables = [rotation_table(rope, limits.max_model_len, device) for rope in decoder.ropes]
         # Layers that attend alike share what a step prepares.
         self._shared: dict[tuple[int, int | None], list[int]] = {}
+        # Layers of one geometry and rope share the buffer that their heads are rotated to.
+        parts = [block.attention for block in decoder.blocks]
+        self._geometries = [(p.kind.num_heads, p.kind.num_kv_heads, p.kind.head_dim, p.rope) for p in parts]
         for i, kind in enumerate(decoder.kinds):
             self._shared.setdefault((self._group_of[i], kind.window), []).append(i)
 
@@ -128,10 +131,19 @@ class Runner:
                 prepared[i] = ready
         return StepContext(
             token_ids=batch.token_ids,
-            rotations=[t.index_select(0, positions).unsqueeze(1) for t in self._tables],
+            heads=self._heads(positions),
             caches=self._caches,
             group_of=self._group_of,
             write_slots=[torch.from_numpy(s).to(to) for s in batch.write_slots],
             prepared=prepared,
             attention=self._attention,
         )
+
+    def _heads(self, positions: torch.Tensor) -> list[HeadBuffer]:
+        rotations = [table.index_select(0, positions) for table in self._tables]
+        like = torch.empty(len(positions), 0, dtype=self._dtype, device=self._device)
+        made = {
+            g: HeadBuffer(*g[:3], None if g[3] is None else rotations[g[3]], like)
+            for g in dict.fromkeys(self._geometries)
+        }
+        return [made[g] for g in self._geometries]

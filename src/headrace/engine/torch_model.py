@@ -57,7 +57,9 @@ def load(files: ModelFiles, config: EngineConfig) -> TorchModel:
     if not keep_large_buffers():
         notes.append("malloc is not glibc's: large buffers may be mapped anew in every step")
     threads = config.threads or physical_cores()
-    torch.set_num_threads(threads)
+    # Only the step thread runs operators on several threads: libgomp counts the workers of every thread's pool, and with
+    # more of them than cores a worker sleeps between two operators instead of spinning, tens of microseconds each time.
+    torch.set_num_threads(1)
     spec = files.spec()
     source = open_weights(files, config)
     form = wanted_format(config.weights, source, spec, _WEIGHTS)

@@ -36,11 +36,12 @@ class LayerCache:
         self.num_kv_heads = kv.shape[2] // 2
         self.blocks = kv.flatten(1)
         self.vectors = kv.flatten(0, 2)
+        self.columns = self.vectors.t()
         self._tokens = kv.flatten(0, 1).flatten(1)
 
     def write(self, slots: torch.Tensor, kv: torch.Tensor) -> None:
         """Store `kv` [tokens, 2 * kv_heads * head_dim] at token slots `slots` (block * block_tokens + offset)."""
-        self._tokens.index_copy_(0, slots, kv.to(self._tokens.dtype))
+        self._tokens.index_copy_(0, slots, kv if kv.dtype == self.kv.dtype else kv.to(self.kv.dtype))
 
     def gather(self, blocks: torch.Tensor, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [rows, kv_heads, tokens, head_dim] of `rows` equally long lists of blocks, given flat."""

@@ -56,7 +56,10 @@ class InPlace:
         self._keys = torch.from_numpy(keys)
         self._values = torch.from_numpy(keys + kind.num_kv_heads)
         self._offsets = torch.from_numpy(np.concatenate([[0], row_ends]))
-        self._scores: torch.Tensor | None = None
+        self._row_counts = row_counts
+        self._scores = torch.zeros(int(row_ends[-1]))
+        self._pattern: torch.Tensor | None = None
+        self._source = self._queries = None
         # Where the scores go for the softmax; None if all rows are equally long.
         self._longest = int(counts.max())
         self._places = None
@@ -69,15 +72,12 @@ class InPlace:
 
     def attend(self, q: torch.Tensor, cache: LayerCache) -> torch.Tensor:
         """q [n, heads, head_dim] → [n, heads * head_dim]."""
-        kind, vectors = self._kind, cache.vectors
-        if self._scores is None:
-            values = torch.zeros(len(self._keys))
-            shape = (self._num_rows, len(vectors))
-            self._scores = torch.sparse_csr_tensor(self._offsets, self._keys, values, shape, check_invariants=False)
-        queries = q.reshape(self._num_rows, kind.head_dim)
-        scores = torch.sparse.sampled_addmm(
-            self._scores, queries, vectors.t(), beta=0.0, alpha=kind.scale, out=self._scores
-        ).values()
+        kind, scores = self._kind, self._scores
+        # A step's queries are the same buffer in every layer, and its rows are what the sparse matrix is laid out for.
+        if q is not self._source:
+            self._look_at(q, len(cache.vectors))
+        queries = q.reshape(-1, kind.head_dim) if self._queries is None else self._queries
+        torch.sparse.sampled_addmm(self._pattern, queries, cache.columns, beta=0.0, alpha=kind.scale, out=self._pattern)
         if kind.softcap is not None:
             scores.div_(kind.softcap).tanh_().mul_(kind.softcap)
         if self._places is None:
@@ -85,5 +85,25 @@ class InPlace:
         else:
             padded = self._padded.index_copy_(0, self._places, scores).view(self._num_rows, self._longest)
             shares = padded.softmax(-1).view(-1).index_select(0, self._places)
-        out = torch._embedding_bag_forward_only(vectors, self._values, self._offsets, False, 0, False, shares, True)[0]
+        out = torch._embedding_bag_forward_only(
+            cache.vectors, self._values, self._offsets, False, 0, False, shares, True
+        )[0]
         return out.view(-1, kind.num_heads * kind.head_dim)
+
+    def _look_at(self, q: torch.Tensor, num_vectors: int) -> None:
+        """Lay the sparse matrix out for queries like `q`: where each token's heads lie in a wider row, as in a joint
+        projection, what is between them becomes rows without entries, and `q` is read where it is."""
+        heads, dim = self._kind.num_heads, self._kind.head_dim
+        tokens, width = len(q), q.stride(0) // dim
+        offsets = self._offsets
+        self._queries = None
+        if self.rows is None and tokens > 1 and q.stride() == (width * dim, dim, 1) and width > heads:
+            counts = np.zeros((tokens, width), np.int64)
+            counts[:, :heads] = self._row_counts.reshape(tokens, heads)
+            used = (tokens - 1) * width + heads
+            offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(counts.reshape(-1)[:used])]))
+            self._queries = q.as_strided((used, dim), (dim, 1))
+        shape = (len(offsets) - 1, num_vectors)
+        if self._pattern is None or self._pattern.shape != shape:
+            self._pattern = torch.sparse_csr_tensor(offsets, self._keys, self._scores, shape, check_invariants=False)
+        self._source = q

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 class TorchBackend:
     name = "torch"
+    libraries = ("torch",)
+    # A worker that waits for the next operator spins for about a tenth of a millisecond, which covers what lies between two
+    # products; libgomp's default of several milliseconds would stall a step whenever another process needs the core.
+    environment = (("GOMP_SPINCOUNT", "10000"),)
 
     def unavailable(self, files: ModelFiles, config: EngineConfig) -> str | None:
         if find_spec("torch") is None:

@@ -10,30 +10,32 @@ import numpy as np
 import torch
 
 from headrace.engine.attention._contract import AttentionBackend, LayerCache
+from headrace.engine.layers.rope import HeadBuffer
 
 
 @dataclass(slots=True)
 class StepContext:
     """Tensors of one step, for `num_tokens` rows.
 
-    `token_ids` [tokens] is numpy, since embeddings may be read from a mapped file. `rotations[r]` [tokens, 1, dim / 2]
-    belongs to the r-th distinct rope of the model. `caches[layer]` is the layer's part of the KV pool, `write_slots[g]`
+    `token_ids` [tokens] is numpy, since embeddings may be read from a mapped file. `heads[layer]` takes the layer's
+    projections, shared by the layers of equal geometry and rope. `caches[layer]` is the layer's part of the KV pool, `write_slots[g]`
     [tokens] the token slots of cache group g to write, `prepared[layer]` what the attention backend made for this step.
     """
 
     token_ids: np.ndarray
-    rotations: Sequence[torch.Tensor]
+    heads: Sequence[HeadBuffer]
     caches: Sequence[LayerCache]
     group_of: Sequence[int]
     write_slots: Sequence[torch.Tensor]
     prepared: Sequence[Any]
     attention: AttentionBackend
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        """Write the step's keys and values, then attend: q [tokens, heads, dim] → [tokens, heads * dim].
+    def attend(self, layer: int, projected: torch.Tensor) -> torch.Tensor:
+        """Rotate queries and keys, write keys and values, then attend.
 
-        `kv` [tokens, 2 * kv_heads * dim] is k and v in one view.
+        `projected` [tokens, (heads + 2 * kv_heads) * head_dim] → [tokens, heads * head_dim].
         """
-        cache = self.caches[layer]
-        cache.write(self.write_slots[self.group_of[layer]], kv)
-        return self.attention.attend(q, k, v, cache, self.prepared[layer])
+        heads, cache = self.heads[layer], self.caches[layer]
+        heads.fill(projected)
+        cache.write(self.write_slots[self.group_of[layer]], heads.kv)
+        return self.attention.attend(heads.q, heads.k, heads.v, cache, self.prepared[layer])

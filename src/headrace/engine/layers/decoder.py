@@ -20,10 +20,11 @@ from headrace.engine.layers.linear import (
     TableEmbedding,
     Tensorize,
     stacked,
+    tensorizer,
 )
 from headrace.engine.layers.mlp import GatedMLP, PlainMLP, SparseMLP
 from headrace.engine.layers.norm import RMSNorm
-from headrace.engine.layers.rope import neighbour_order, rotate
+from headrace.engine.layers.rope import neighbour_order
 from headrace.engine.models._support import unsupported
 from headrace.engine.weights.checkpoint import Checkpoint
 from headrace.engine.weights.names import Names
@@ -35,22 +36,23 @@ if TYPE_CHECKING:
 
 
 class AttentionBlock:
-    """Projections, head norms, rotation, attention, output projection of one layer; x [tokens, hidden] both ways."""
+    """Projections, head norms, rotation, attention, output projection of one layer; x [tokens, hidden] both ways.
+
+    `rope` is the index of the layer's rope among `Decoder.ropes`, None without one.
+    """
 
     def __init__(
         self,
         index: int,
         kind: AttentionKind,
         rope: int | None,
-        rope_dim: int,
         qkv: Linear,
         out: Linear,
         norms: tuple[RMSNorm, RMSNorm] | None,
     ) -> None:
         self.index = index
         self.kind = kind
-        self._rope = rope
-        self._rope_dim = rope_dim
+        self.rope = rope
         self._qkv = qkv
         self._out = out
         self._norms = norms
@@ -64,17 +66,13 @@ class AttentionBlock:
         return self._out.added(self._attended(x, step), residual)
 
     def _attended(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
-        kind = self.kind
-        heads, kv_heads = kind.num_heads, kind.num_kv_heads
-        flat = self._qkv(x)
-        qkv = flat.view(-1, heads + 2 * kv_heads, kind.head_dim)
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
+        projected = self._qkv(x)
         if self._norms is not None:
-            self._norms[0].apply_(q)
-            self._norms[1].apply_(k)
-        if self._rope is not None:
-            rotate(qkv[:, : heads + kv_heads], step.rotations[self._rope], self._rope_dim)
-        return step.attend(self.index, q, k, v, flat[:, heads * kind.head_dim :])
+            kind = self.kind
+            heads = projected.view(-1, kind.num_heads + 2 * kind.num_kv_heads, kind.head_dim)
+            self._norms[0].apply_(heads[:, : kind.num_heads])
+            self._norms[1].apply_(heads[:, kind.num_heads : kind.num_heads + kind.num_kv_heads])
+        return step.attend(self.index, projected)
 
     def replace_linears(self, change: Callable[[Linear], Any]) -> None:
         self._qkv, self._out = change(self._qkv), change(self._out)
@@ -113,10 +111,7 @@ class Block:
 
 @dataclass(slots=True)
 class Decoder:
-    """Embedding, blocks, final norm and output head.
-
-    `ropes` are the distinct ropes that `StepContext.rotations` must serve, in order.
-    """
+    """Embedding, blocks, final norm and output head. `ropes` are the distinct ropes of the blocks."""
 
     spec: ModelSpec
     ropes: tuple[Rope, ...]
@@ -197,9 +192,14 @@ def build_decoder(
         blocks = list(pool.map(one_block, range(len(spec.layers))))
         final_norm = loader.norm(names.final_norm)
         embedding, head = ends.result()
-    torch.set_num_threads(threads)
     checkpoint.finish()
     return Decoder(spec, ropes, embedding, blocks, final_norm, head)
+
+
+def layer_block(spec: ModelSpec, names: Names, checkpoint: Checkpoint, index: int, ropes: tuple[Rope, ...]) -> Block:
+    """One layer alone, in fp32 on the CPU; `ropes` as in `Decoder`."""
+    loader = _Loader(spec, names, checkpoint, tensorizer(torch.float32, torch.device("cpu")), None)
+    return loader.block(index, spec.layers[index], ropes)
 
 
 class _Loader:
@@ -295,7 +295,6 @@ class _Loader:
             i,
             kind,
             rope,
-            0 if a.rope is None else a.rope.dim,
             qkv,
             self._linear(_at(n.o, i), hidden, widths[0], bias=a.out_bias),
             norms,

@@ -33,12 +33,32 @@ def neighbour_order(head_dim: int, rope: Rope | None) -> npt.NDArray[np.int64]:
     return order
 
 
-def rotate(heads: torch.Tensor, rotation: torch.Tensor, dim: int) -> None:
-    """Rotate the first `dim` dimensions of `heads` [tokens, heads, head_dim] in place by `rotation` [tokens, 1, dim / 2]."""
-    part = heads if dim == heads.shape[-1] else heads[..., :dim]
-    pairs = part.unflatten(-1, (dim // 2, 2))
-    if heads.dtype == torch.float32:
-        torch.view_as_complex(pairs).mul_(rotation)
-    else:
-        wide = torch.view_as_complex(pairs.float().contiguous()).mul_(rotation)
-        pairs.copy_(torch.view_as_real(wide))
+class HeadBuffer:
+    """Where a step's projections are rotated to, layer after layer: queries, keys and values of all heads side by side.
+
+    One complex product per layer rotates everything (values by 1) and moves it here, where the views that attention and the
+    cache need are made once per step. `rotation` [tokens, dim / 2] is what a token's position asks for, None without rope.
+    """
+
+    def __init__(self, heads: int, kv_heads: int, head_dim: int, rotation: torch.Tensor | None, like: torch.Tensor):
+        """`like` [tokens, …] gives the number of tokens, type and device."""
+        every = heads + 2 * kv_heads
+        self._flat = like.new_empty(like.shape[0], every * head_dim)
+        self._pairs = self._flat.view(torch.complex64) if like.dtype == torch.float32 else None
+        self._factors = None
+        if rotation is not None:
+            factors = rotation.new_ones(like.shape[0], every, head_dim // 2)
+            factors[:, : heads + kv_heads, : rotation.shape[-1]] = rotation.unsqueeze(1)
+            self._factors = factors.flatten(1)
+        self.q, self.k, self.v = self._flat.view(-1, every, head_dim).split((heads, kv_heads, kv_heads), 1)
+        self.kv = self._flat[:, heads * head_dim :]
+
+    def fill(self, projected: torch.Tensor) -> None:
+        """Take over `projected` [tokens, (heads + 2 * kv_heads) * head_dim], rotated."""
+        if self._factors is None:
+            self._flat.copy_(projected)
+        elif self._pairs is not None:
+            torch.mul(projected.view(torch.complex64), self._factors, out=self._pairs)
+        else:
+            wide = projected.float().view(torch.complex64).mul_(self._factors)
+            self._flat.copy_(wide.view(torch.float32))
