@@ -28,6 +28,15 @@ void require(bool ok, const std::string& what) {
   if (!ok) throw std::invalid_argument(what);
 }
 
+// Sizes above this are nobody's model; below it no product of two of them and a few bytes overflows 64 bits.
+constexpr int64_t kMostRows = int64_t(1) << 30;
+constexpr int64_t kMostHeads = 1 << 16;
+
+Matrix shape_of(Format f, int64_t n, int64_t k) {
+  require(n >= 0 && k >= 0 && n <= kMostRows && k <= kMostRows, "n, k: out of range");
+  return shape(f, n, k);
+}
+
 struct PyMatrix {
   Matrix m;
   ConstBytes owner;
@@ -100,9 +109,11 @@ void add_layer(PyModel& m, const nb::dict& d) {
   l.kv_heads = nb::cast<int>(d["kv_heads"]);
   l.head_dim = nb::cast<int>(d["head_dim"]);
   l.value_dim = get(d, "value_dim", l.head_dim);
-  require(l.heads > 0 && l.kv_heads > 0 && l.heads % l.kv_heads == 0, "heads: not a multiple of kv_heads");
-  require(l.head_dim % 16 == 0 && l.value_dim % 16 == 0, "head_dim: not a multiple of 16");
+  require(m.model.kv.empty(), "layers are added before the KV pool is set");
+  require(l.heads > 0 && l.kv_heads > 0 && l.heads <= kMostHeads && l.heads % l.kv_heads == 0, "heads: not a multiple of kv_heads");
+  require(l.head_dim > 0 && l.head_dim % 16 == 0 && l.value_dim > 0 && l.value_dim % 16 == 0, "head_dim: not a multiple of 16");
   l.window = get<int64_t>(d, "window", 0);
+  require(l.window >= 0 && l.window <= INT32_MAX, "window: out of range");
   l.softcap = get(d, "softcap", 0.0f);
   l.scale = nb::cast<float>(d["scale"]);
   l.rope = get(d, "rope", -1);
@@ -136,6 +147,7 @@ void add_layer(PyModel& m, const nb::dict& d) {
     e.router = router.m;
     e.count = (int)router.m.n;
     e.top_k = nb::cast<int>(d["top_k"]);
+    require(router.m.n <= kMostHeads, "router: too many experts");
     e.normalize = get(d, "normalize", true);
     require(e.top_k > 0 && e.top_k <= e.count, "top_k: out of range");
     const int64_t I = nb::cast<int64_t>(d["intermediate"]);
@@ -159,7 +171,10 @@ void add_layer(PyModel& m, const nb::dict& d) {
 
 void set_kv(PyModel& m, Bytes pool, int type, int slots, int64_t blocks, int block_tokens, int kv_heads, int head_dim, int value_dim, int groups) {
   require(type >= 0 && type <= 2, "kv type: unknown");
-  require(block_tokens % 16 == 0 && block_tokens > 0, "block_tokens: not a multiple of 16");
+  require(block_tokens % 16 == 0 && block_tokens > 0 && block_tokens <= kMostHeads, "block_tokens: not a multiple of 16");
+  require(kv_heads > 0 && kv_heads <= kMostHeads && slots > 0 && slots <= kMostHeads && groups > 0 && groups <= kMostHeads, "kv_heads, slots, groups: out of range");
+  require(head_dim > 0 && head_dim <= 1024 && value_dim > 0 && value_dim <= 1024, "head_dim: above 1024");
+  require(blocks > 0 && blocks <= INT32_MAX, "blocks: out of range");
   KvPool p;
   p.type = (KvType)type;
   p.block_tokens = block_tokens;
@@ -168,8 +183,7 @@ void set_kv(PyModel& m, Bytes pool, int type, int slots, int64_t blocks, int blo
   p.value_dim = value_dim;
   const int64_t scales = p.type == KvType::s8 ? (int64_t)kv_heads * block_tokens * 4 : 0;
   p.block_stride = (int64_t)kv_heads * block_tokens * (head_dim + value_dim) * p.element() + scales;
-  require((int64_t)pool.shape(0) == p.block_stride * blocks * slots, "pool: wrong number of bytes");
-  require(head_dim <= 1024 && value_dim <= 1024, "head_dim: above 1024");
+  require((int64_t)pool.shape(0) % p.block_stride == 0 && (int64_t)pool.shape(0) / p.block_stride == blocks * slots, "pool: wrong number of bytes");
   for (const auto& l : m.model.layers) {
     require(l.slot >= 0 && l.slot < slots && l.group >= 0 && l.group < groups, "layer: group or slot out of range");
     require(l.kv_heads == kv_heads && l.head_dim == head_dim && l.value_dim == value_dim, "layer: its heads differ from the pool's");
@@ -188,7 +202,7 @@ void set_kv(PyModel& m, Bytes pool, int type, int slots, int64_t blocks, int blo
 void step(PyModel& m, Ints tokens, Ints row_start, Ints context, Tables tables, nb::list cos, nb::list sin, Ints outputs, Bytes broken) {
   Batch b;
   const auto& c = m.model.config();
-  require(!m.model.kv.empty(), "step: no KV pool");
+  require(!m.model.kv.empty() && m.model.embedding.data != nullptr, "step: no KV pool, or no embedding and head");
   b.rows = tokens.shape(0);
   b.tokens = tokens.data();
   b.sequences = (int64_t)row_start.shape(0) - 1;
@@ -281,7 +295,7 @@ NB_MODULE(_native, mod) {
 
   nb::class_<PyMatrix>(mod, "Matrix")
       .def("__init__", [](PyMatrix* self, ConstBytes data, int codes, int scales, int zero, int64_t n, int64_t k) {
-        Matrix m = shape(format_of(codes, scales, zero), n, k);
+        Matrix m = shape_of(format_of(codes, scales, zero), n, k);
         require(n > 0 && k > 0, "Matrix: empty");
         require(data.shape(0) == m.bytes(), "Matrix: wrong number of bytes");
         m.data = data.data();
@@ -296,7 +310,7 @@ NB_MODULE(_native, mod) {
           for (int64_t j = 0; j < m.m.k; j++) out.data()[i * m.m.k + j] = weight_at(m.m, i, j);
       }, nb::arg("out").noconvert(), "Write the exact values, [n][k].");
 
-  mod.def("packed_bytes", [](int codes, int scales, int64_t n, int64_t k) { return shape(format_of(codes, scales, zero_of((Codes)codes, (Scales)scales)), n, k).bytes(); });
+  mod.def("packed_bytes", [](int codes, int scales, int64_t n, int64_t k) { return shape_of(format_of(codes, scales, zero_of((Codes)codes, (Scales)scales)), n, k).bytes(); });
   mod.def("natural_format", [](int source) {
     require(source_known(source), "source: unknown type");
     const Format f = natural_format((Source)source);
@@ -305,7 +319,7 @@ NB_MODULE(_native, mod) {
   mod.def("pack", [](ConstBytes src, int source, Bytes out, int codes, int scales, int zero, int64_t n, int64_t k, Pool& pool) {
     require(source_known(source), "source: unknown type");
     const Source s = (Source)source;
-    const Matrix m = shape(format_of(codes, scales, zero), n, k);
+    const Matrix m = shape_of(format_of(codes, scales, zero), n, k);
     const bool floats = s == Source::f32 || s == Source::f16 || s == Source::bf16;
     const Format natural = natural_format(s);
     require(floats ? m.format.scales == Scales::none || (m.format.codes == Codes::s8 && m.format.scales == Scales::plain) || (m.format.codes == Codes::u4 && m.format.scales == Scales::min)
@@ -351,6 +365,7 @@ NB_MODULE(_native, mod) {
         ModelConfig c;
         c.hidden = nb::cast<int64_t>(d["hidden"]);
         c.vocab = nb::cast<int64_t>(d["vocab"]);
+        require(c.hidden > 0 && c.hidden <= kMostRows && c.vocab > 0 && c.vocab <= kMostRows, "hidden, vocab: out of range");
         c.eps = get(d, "eps", c.eps);
         c.norm_offset = get(d, "norm_offset", 0.0f);
         c.embedding_scale = get(d, "embedding_scale", 1.0f);
