@@ -6,6 +6,7 @@ to, when the loop cannot go on, or at once when its parent is gone.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import os
@@ -103,6 +104,8 @@ def main(argv: list[str]) -> int:
     code = 1
     try:
         core = load_core(orders.core)(orders.config)
+        # What was made so far stays to the end; the collector need not walk through it between steps.
+        gc.freeze()
         emit(Ready(core.info))
         EngineLoop(
             core.scheduler,

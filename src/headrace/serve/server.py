@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 from collections.abc import Iterator
@@ -54,6 +55,7 @@ async def run(app: Starlette, *, host: str, port: int, drain_s: float, access_lo
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    gc.freeze()  # modules, routes and the tokenizer stay to the end; the collector need not walk through them
     serving = asyncio.create_task(server.serve())
     asked = asyncio.create_task(signalled.wait())
     try:

@@ -39,15 +39,16 @@ def sample(logits: Floats, rows: Rows, state: SamplingState, pool: headrace_nati
     untouched = np.ones(count, np.uint8)
     untouched[altered] = 0
     ids, outcome = np.empty(count, np.int64), np.empty(count, np.uint8)
+    greedy = state.greedy[slots]
     headrace_native.sample(
         logits,
-        state.greedy[slots].view(np.uint8),
+        greedy.view(np.uint8),
         untouched,
         state.temperature[slots],
         state.top_k[slots],
         state.top_p[slots],
         state.min_p[slots],
-        uniforms(state.seed[slots], indices),
+        np.zeros(count) if greedy.all() else uniforms(state.seed[slots], indices),
         ids,
         outcome,
         pool,
