@@ -198,3 +198,33 @@ def test_sampling_of_random_columns(data):
             logits, ids, wanted, np.empty(rows), np.empty(rows, np.int64),
             np.empty((rows, width), np.int64), np.empty((rows, width)), POOL,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(("n", "k"), [(2**60, 32), (32, 2**60), (2**32, 2**32), (2**31, 1)])
+def test_sizes_whose_bytes_would_overflow_are_refused(n, k):
+    """2**56 tiles of 2**11 bytes are no bytes at all in 64 bits."""
+    form = PACKINGS["fp32"]
+    nothing = np.zeros(0, np.uint8)
+    with pytest.raises(ValueError, match="n, k"):
+        headrace_native.Matrix(nothing, form.codes, form.scales, form.zero, n, k)
+    with pytest.raises(ValueError, match="n, k"):
+        headrace_native.pack(nothing, 0, nothing, form.codes, form.scales, form.zero, n, k, POOL)
+
+
+def test_a_pool_of_more_blocks_than_its_bytes_is_refused():
+    native = Native(Shape(blocks=8))
+    s = native.s
+    for slots, blocks in ((1, 9), (2, 8), (2**16, 2**31 - 1), (1, 2**61), (1, 0), (0, 8)):
+        with pytest.raises(ValueError):
+            native.model.set_kv(native.kv, 1, slots, blocks, 16, s.kv_heads, s.head_dim, s.head_dim, 1)
+    with pytest.raises(ValueError, match="before the KV pool"):
+        native.model.add_layer({"heads": 4, "kv_heads": 2, "head_dim": 16, "scale": 1.0})
+
+
+def test_a_step_without_embedding_is_refused():
+    made = Native(Shape(blocks=8))
+    bare = headrace_native.Model({"hidden": 64, "vocab": 50}, POOL)
+    bare.set_kv(made.kv, 1, 1, 8, 16, 2, 16, 16, 1)
+    one = np.zeros(1, np.int32)
+    with pytest.raises(ValueError, match="no embedding"):
+        bare.step(one, np.array([0, 1], np.int32), one, one.reshape(1, 1, 1), [], [], one, np.zeros(1, np.uint8))
