@@ -11,7 +11,7 @@ import json
 import multiprocessing
 import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,6 @@ from headrace.engine.kernels.decode import DecodeWorkspace, decode_attention
 from headrace.engine.kernels.gemm import MAX_ROWS, PART_ROWS, Gained, GemmConfig, GemmWorkspace, skinny_gemm
 from headrace.engine.kernels.launchers import separate_launchers
 from headrace.engine.kernels.table import (
-    BUCKETS,
     DECODE_BUCKETS,
     decode_key,
     entry_of,
@@ -35,6 +34,10 @@ from headrace.engine.kernels.table import (
 from headrace.spec.model import ModelSpec
 
 _COPIES_BYTES = 400 << 20
+_IN_CHAIN = 6
+"""Candidates of a product that are tried beside the other products."""
+TUNED = (4, 64)
+"""Padded rows that are measured: one set of kernels for a single stream, one for up to 64 rows; beyond, cuBLAS."""
 _SEPARATE_KERNEL_US = 2.5
 """What a small kernel of its own costs inside a graph: launch, ramp and tail."""
 
@@ -171,9 +174,17 @@ class Bench:
 
 
 def measure(
-    wanted: list[Shape], device: torch.device, report: Callable[[str], None], *, buckets=BUCKETS, dtype=torch.bfloat16
+    wanted: list[Shape],
+    device: torch.device,
+    report: Callable[[str], None],
+    *,
+    buckets: Sequence[int] = TUNED,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, dict[str, int] | None]:
-    """The table's entries for these products; `report` gets one line per product and padded row count."""
+    """The table's entries for these products; `report` gets one line per product and padded row count.
+
+    The best few of each product alone are then tried in a chain of layers, where one kernel's end is the next one's begin.
+    """
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     entries: dict[str, dict[str, int] | None] = {}
     pairs = list(itertools.product(buckets, wanted))
@@ -181,50 +192,84 @@ def measure(
     work = {pair: list(candidates(pair[0], pair[1], sms, tma=tma)) for pair in pairs}
     fits = _compile_all(work, dtype, device)
     for bucket in buckets:
-        ours, theirs, found = 0.0, 0.0, {}
+        theirs = 0.0
+        leading: dict[Shape, list[GemmConfig]] = {}
+        benches: dict[Shape, Bench] = {}
         for shape in wanted:
+            name = key(bucket, shape.columns, shape.inner, pair=shape.pair)
             bench = Bench(shape, _rows(bucket), dtype, device)
-            tried, compiled = work[bucket, shape], fits[bucket, shape]
+            tried = [c for c, good in zip(work[bucket, shape], fits[bucket, shape], strict=True) if good]
             timed = sorted(
-                (graph_us(lambda c=c, b=bench: b.skinny(c), len(bench.weights)), i)
-                for i, (c, good) in enumerate(zip(tried, compiled, strict=True))
-                if good
+                (graph_us(lambda c=c, b=bench: b.skinny(c), len(bench.weights)), i) for i, c in enumerate(tried)
             )
             cublas = graph_us(bench.cublas, len(bench.weights))
             separate = _SEPARATE_KERNEL_US * (shape.norm + shape.pair)
-            if not timed:
-                report(f"{bucket:3d} {shape.role:5s} no candidate, cuBLAS {cublas:.1f} us")
-                found[key(bucket, shape.columns, shape.inner, pair=shape.pair)] = None
-                ours = float("inf")
-                continue
-            best, at = timed[0]
-            rate = bench.nbytes / best / 1e6
+            best = timed[0][0] if timed else float("inf")
             report(
-                f"{bucket:3d} {shape.role:5s} {shape.columns}x{shape.inner}: {best:.1f} us ({rate:.2f} TB/s) {tried[at]} of "
-                f"{len(timed)}, second {timed[min(1, len(timed) - 1)][0]:.1f}; cuBLAS alone {cublas:.1f} us"
+                f"{bucket:3d} {shape.role:5s} {shape.columns}x{shape.inner}: {best:.1f} us "
+                f"({bench.nbytes / best / 1e6:.2f} TB/s) {tried[timed[0][1]] if timed else 'no candidate fits'}; "
+                f"cuBLAS alone {cublas:.1f} us"
             )
-            found[key(bucket, shape.columns, shape.inner, pair=shape.pair)] = entry_of(tried[at])
+            entries[name] = None
             if shape.role == "head":
-                if best > cublas + separate:
-                    found[key(bucket, shape.columns, shape.inner, pair=shape.pair)] = None
-            else:
-                ours += best
-                theirs += cublas + separate
-            del bench
-        worth = ours < theirs
-        report(
-            f"{bucket:3d} layer: fused {ours:.1f} us, cuBLAS and separate kernels {theirs:.1f} us: {'fused' if worth else 'cuBLAS'}"
-        )
-        entries |= {
-            k: v if worth or k == key(bucket, wanted[-1].columns, wanted[-1].inner, pair=False) else None
-            for k, v in found.items()
-        }
+                if best < cublas + separate:
+                    entries[name] = entry_of(tried[timed[0][1]])
+                continue
+            theirs += cublas + separate
+            leading[shape] = [tried[i] for _, i in timed[:_IN_CHAIN]]
+            benches[shape] = bench
+        ours, chosen = _chained(benches, leading) if all(leading.values()) else (float("inf"), {})
+        report(f"{bucket:3d} layer: fused, in a chain {ours:.1f} us; cuBLAS and separate kernels {theirs:.1f} us")
+        if ours < theirs:
+            for shape, config in chosen.items():
+                report(f"{bucket:3d} {shape.role:5s} {config}")
+                entries[key(bucket, shape.columns, shape.inner, pair=shape.pair)] = entry_of(config)
     return entries
+
+
+def _chained(
+    benches: dict[Shape, Bench], leading: dict[Shape, list[GemmConfig]]
+) -> tuple[float, dict[Shape, GemmConfig]]:
+    """The best of each product's candidates beside the others' (one changed at a time), and the time of a layer of them.
+
+    The products of a layer follow each other as in the model, attention left out: what one writes the next one reads.
+    """
+    roles = {s.role: s for s in benches}
+    if len(roles) < len(benches) or set(roles) != {"qkv", "out", "up", "down"}:
+        return float("inf"), {}  # layers of several kinds: no one chain stands for them
+    qkv, out, up, down = (benches[roles[r]] for r in ("qkv", "out", "up", "down"))
+    x = out.out
+    hidden = Gained(torch.randn_like(x), torch.ones_like(out.squares), 64)
+    between = Gained(torch.randn_like(x), torch.ones_like(out.squares), 64)
+    layers = 12
+
+    def launch(configs: dict[Shape, GemmConfig]) -> None:
+        def product(bench: Bench, source, target, i: int, **more) -> None:
+            weight = bench.weights[i % len(bench.weights)]
+            skinny_gemm(
+                source, weight, target, bench.work, configs[bench.shape], eps=1e-5, pdl=bench.pdl, scale=1e-3, **more
+            )
+
+        for i in range(layers):
+            product(qkv, hidden, qkv.out, i)
+            attended = qkv.out[:, : out.shape.inner]
+            product(out, attended, x, i, residual=x, gain=out.norm, gained=between)
+            product(up, between, up.out, i, pair="silu")
+            product(down, up.out, x, i, residual=x, gain=down.norm, gained=hidden)
+
+    best = {shape: found[0] for shape, found in leading.items()}
+    least = graph_us(lambda: launch(best), layers)
+    for shape, found in leading.items():
+        for config in found[1:]:
+            tried = best | {shape: config}
+            if (us := graph_us(lambda t=tried: launch(t), layers)) < least:
+                best, least = tried, us
+    return least, best
 
 
 def _rows(bucket: int) -> int:
     """Rows that a bucket is measured with: the smallest bucket stands for a single stream."""
-    return 1 if bucket == BUCKETS[0] else bucket
+    return 1 if bucket == TUNED[0] else bucket
 
 
 def _compile_all(
@@ -269,7 +314,7 @@ _DECODE_KINDS = (
 def measure_decode(
     spec: ModelSpec, device: torch.device, report: Callable[[str], None], *, buckets=DECODE_BUCKETS
 ) -> dict[str, dict[str, int]]:
-    """The table's entries for decode attention by rows: the least time at 640 tokens, for a single row at 160 and 16,384."""
+    """The table's entries for decode attention by rows: the least time at 64 to 1,216 tokens, for a single row at 160 and 16,384."""
     from triton.runtime.errors import OutOfResources
 
     a = spec.layers[0].mixer
@@ -279,7 +324,11 @@ def measure_decode(
     pdl = torch.cuda.get_device_capability(device) >= (9, 0)
     entries = {}
     for bucket in buckets:
-        rows, contexts = (1, (160, 16384)) if bucket == buckets[0] else (bucket, (640,))
+        # Many rows have contexts of all lengths, as in a batch of requests, the longest first.
+        rows, contexts = (1, (160, 16384)) if bucket == buckets[0] else (bucket, (1216,))
+        lengths = {
+            c: torch.linspace(c, c if rows == 1 else 64, rows, device=device).int() for c in contexts
+        }  # fmt: skip
         layers = max(2, min(16, _COPIES_BYTES // (rows * contexts[-1] * kv_heads * dim * 4)))
         qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, device=device, dtype=torch.bfloat16)
         out = torch.zeros(rows, heads * dim, device=device, dtype=torch.bfloat16)
@@ -292,11 +341,11 @@ def measure_decode(
         work = DecodeWorkspace(rows, kv_heads, heads // kv_heads, dim, lambda n: 100, device)
         filled = {max(1, -(-k * sms // (rows * kv_heads))) for k in (2, 3, 4)}
         splits = {min(100, n) for n in filled} | ({1, 2, 4} if rows > 1 else set())
-        chunks = (64, 128) if rows == 1 else (128, 256)
+        chunks = (64, 128) if rows == 1 else (128, 256, 512)
 
-        def launch(kind, split, chunk, context, pools=pools, rest=(qkv, out, table, slots, work, rows)) -> None:
-            qkv, out, table, slots, work, rows = rest
-            at = torch.full((rows,), context - 1, dtype=torch.int32, device=device)
+        def launch(kind, split, chunk, context, pools=pools, rest=(qkv, out, table, slots, work, lengths)) -> None:
+            qkv, out, table, slots, work, lengths = rest
+            at = lengths[context] - 1
             for kv in pools:
                 decode_attention(
                     qkv, out, kv, table, slots, at, work, heads, scale=dim**-0.5, cos_sin=turns, rope_dim=dim,
@@ -319,9 +368,9 @@ def measure_decode(
             us = [graph_us(lambda c=c: launch(kind, split, chunk, c), layers, 5) for c in contexts]  # noqa: B023
             timed.append((sum(us), us, kind, split, chunk))
         timed.sort()
-        for total, us, kind, split, chunk in timed[:2]:
-            floor = rows * contexts[-1] * kv_heads * dim * 4 / us[-1] / 1e6
-            report(f"attention of {rows} rows: {total:.1f} us = {[round(u, 1) for u in us]} at {contexts}, {floor:.2f} TB/s: "
+        for total, us, kind, split, chunk in timed[:3]:
+            rate = int(lengths[contexts[-1]].sum()) * kv_heads * dim * 4 / us[-1] / 1e6
+            report(f"attention of {rows} rows: {total:.1f} us = {[round(u, 1) for u in us]} up to {contexts}, {rate:.2f} TB/s: "
                    f"keys, warps, stages {kind}, splits {split}, at least {chunk} keys")  # fmt: skip
         _, _, kind, split, chunk = timed[0]
         entries[decode_key(bucket, dim)] = {

@@ -193,6 +193,14 @@ class Decoder:
             self._table.config(rows, columns, inner, pair=pair) is not None for columns, inner, pair in self._shapes(w)
         )
 
+    def kernels_of(self, rows: int) -> tuple[object, ...]:
+        """What tells the kernels of decode steps of so many rows from those of other sizes."""
+        products: list[object] = []
+        if self.fused(rows):
+            shapes = self._shapes(self._weights.layers[0])
+            products = [self._table.config(rows, n, k, pair=pair) for n, k, pair in shapes]
+        return (*products, self._head_config(rows), *self._decode_shape(rows).values())
+
     def greedy_pdl(self, rows: int, step: DeviceStep) -> bool:
         """Whether the choice after a decode step may be launched before the head has ended."""
         spec = self._spec
@@ -429,10 +437,10 @@ class Decoder:
             ))  # fmt: skip
         return parts
 
-    def compile_jobs(self, step: DeviceStep) -> list[Callable[[], None]]:
+    def compile_jobs(self, step: DeviceStep, *, attention_only: bool = False) -> list[Callable[[], None]]:
         """Launches that, run in any order on a step of nothing but padding, compile every kernel that such steps launch.
 
-        One for each kind of layer; results are meaningless.
+        One for each kind of layer; results are meaningless. `attention_only`: the rest is launched by another step.
         """
         rows, weights = len(step.ids), self._weights
         x, h = self.x[:rows], self._h[:rows]
@@ -442,7 +450,7 @@ class Decoder:
             if (kind := (replace(layer.mixer, kv_source=None), layer.mlp)) in seen:
                 continue
             seen.add(kind)
-            if step.decode_rows == rows and self.fused(rows):
+            if step.decode_rows == rows and self.fused(rows) and not attention_only:
                 jobs += self._fused_parts(i, x, gained, step)
                 continue
             w, a = weights.layers[i], self._mixers[i]
@@ -450,6 +458,8 @@ class Decoder:
             jobs += self._attend_parts(
                 i, a, w, qkv, self._cut(qkv.numel(), rows, a.num_heads * a.head_dim), step, pdl=self._pdl
             )
+        if attention_only:
+            return jobs
         if jobs and self.fused(rows) and step.decode_rows == rows:
             jobs.append(
                 lambda: embed(

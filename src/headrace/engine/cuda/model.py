@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -158,6 +159,8 @@ class CudaModel:
             "programmatic dependent launch is " + ("on" if pdl else "off"),
             f"buffers of split work, tables and rotations: {format_bytes(decoder.workspace_bytes)}",
         ]
+        # What the start has made stays; a collection that walks through it takes as long as many steps.
+        gc.freeze()
         return CudaExecutor(runner, device)
 
     def memory(self) -> tuple[MemoryItem, ...]:

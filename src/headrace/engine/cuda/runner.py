@@ -37,6 +37,8 @@ from headrace.spec.cache import CacheLayout
 MIXED_TOKENS = (64, 128, 256, 512)
 """Prompt tokens of captured mixed steps; longer chunks keep the device busy enough to be launched one kernel at a time."""
 MIXED_TILE = SHORT_TILE
+SORTED_ROWS = 32
+"""From so many rows on, the longest contexts go first: attention that starts last should end soon."""
 TILE = 128
 """Queries of a tile, and keys of a block, of the warp-specialized kernel for long prompts."""
 COMPILE_THREADS = 12
@@ -163,17 +165,21 @@ class Runner:
         decoder, out = self._decoder, self._out
         # Slots of -1 are padding everywhere, and chunks and tiles of -1 are empty.
         blank = torch.full((8 + decoder.tokens,), -1, dtype=torch.int32, device=self._device)
-        sizes = {int(self._sizes[np.searchsorted(self._sizes, min(n, decoder.rows))]) for n in (1, 16, 32, 64, 256)}
-        for rows in sorted(sizes):
+        kinds: dict[tuple[object, ...], int] = {}
+        for rows in self._sizes.tolist():
+            kinds.setdefault(decoder.kernels_of(rows), rows)
+        for rows in kinds.values():
             steps.append(step := DeviceStep(blank[:rows], blank[:rows], blank[:rows], rows))
             jobs.append(
                 lambda n=rows, s=step: greedy(
                     decoder.logits[:n], out[0], out[1], decoder.last_ids, blank[:n], pdl=decoder.greedy_pdl(n, s)
                 )
             )
+        cascades = []
         if shareable and decoder.rows >= 4:
             tiles = blank[:9].view(3, 3)
-            steps.append(DeviceStep(blank[:4], blank[:4], blank[:4], 4, firsts=blank[:4], prefix_tiles=tiles))
+            for n in sorted({max(rows, 4) for rows in kinds.values()}):
+                cascades.append(DeviceStep(blank[:n], blank[:n], blank[:n], n, firsts=blank[:n], prefix_tiles=tiles))
         rows = min(512, decoder.tokens)
         hopper = decoder.gathered_rows > 0
         for tile_rows in (SHORT_TILE, 128) if hopper else (SHORT_TILE, 128, 256):
@@ -191,7 +197,11 @@ class Runner:
         jobs.append(lambda: copy_blocks(decoder.pool, pairs))
         jobs.append(lambda: scatter(self._bad_rows, pairs))
         # Attention of prompts takes longest to compile, so it goes first.
-        jobs = [job for step in steps[::-1] for job in decoder.compile_jobs(step)] + jobs
+        # Of the steps whose products are the library's, one launches all that is not attention.
+        plain = [s for s in steps if not (s.decode_rows == len(s.ids) and decoder.fused(len(s.ids)))]
+        partial = {id(s) for s in [*plain[1:], *cascades]}
+        steps = [*steps[::-1], *cascades]
+        jobs = [job for s in steps for job in decoder.compile_jobs(s, attention_only=id(s) in partial)] + jobs
 
         def one_job(job: Callable[[], object]) -> None:
             torch.cuda.set_device(self._device)
@@ -279,7 +289,13 @@ class Runner:
     # Steps
 
     def submit(self, plan: StepPlan) -> CudaStep:
-        """Launch a step; it is waited for in its `result`."""
+        """Launch a step; it is waited for in its `result`. A range in a profiler's timeline, like the wait."""
+        if not self._cuda:
+            return self._submit(plan)
+        with torch.cuda.nvtx.range(f"step {plan.step_id}: {len(plan.chunks)} rows"):
+            return self._submit(plan)
+
+    def _submit(self, plan: StepPlan) -> CudaStep:
         step = CudaStep(self, plan)
         appended = self._change_slots(plan)
         for chunk in plan.chunks:
@@ -304,7 +320,11 @@ class Runner:
     def finish_oldest(self) -> None:
         """Wait for the oldest step in flight and make its result."""
         step = self._flight.popleft()
-        compute_s = step.wait()
+        if self._cuda:
+            with torch.cuda.nvtx.range(f"wait for step {step.plan.step_id}"):
+                compute_s = step.wait()
+        else:
+            compute_s = step.wait()
         self._finish(step, compute_s)
 
     def reset(self) -> None:
@@ -378,8 +398,10 @@ class Runner:
             shared = shared_prefixes(
                 self._slots.tables[0, slots], positions, self._block_tokens, self._tile_rows, self._max_tiles(padded)
             )
-        if shared is not None:
-            order = shared.order
+        order = None if shared is None else shared.order
+        if order is None and count >= SORTED_ROWS:
+            order = np.argsort(-positions, kind="stable")
+        if order is not None:
             ids, slots, positions, sample = ids[order], slots[order], positions[order], sample[order]
             chunks = [chunks[i] for i in order.tolist()]
 

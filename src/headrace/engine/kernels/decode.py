@@ -138,7 +138,7 @@ def _decode(
     if used == 1:
         finish(
             acc, top, total, partial, lse, total_at + splits, prefix_used, out, sinks, row, kv_head,
-            HEADS, GROUP, GROUP_P, D, D_P, SINKS, BLOCK_M,
+            HEADS, GROUP, GROUP_P, D, D_P, SINKS, PREFIX, BLOCK_M,
         )  # fmt: skip
     else:
         # Partial results [rows, kv_heads, splits, group, dims], each normalized, with its log-sum-exp.
@@ -163,7 +163,7 @@ def _decode(
                 acc_m, top_m, total_m = merged(partial, lse, total_at, stride, count, GROUP_P, D_P)
                 finish(
                     acc_m, top_m, total_m, partial, lse, total_at + splits, prefix_used, out, sinks, row, kv_head,
-                    HEADS, GROUP, GROUP_P, D, D_P, SINKS, GROUP_P,
+                    HEADS, GROUP, GROUP_P, D, D_P, SINKS, PREFIX, GROUP_P,
                 )  # fmt: skip
 
 
@@ -171,27 +171,39 @@ def _decode(
 def finish(
     acc, top, total, partial, lse, first, prefixes, out, sinks, row, kv_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr,
-    SINKS: tl.constexpr, M: tl.constexpr,
+    SINKS: tl.constexpr, PREFIX: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """Merge a row's own result, as M query heads, with the parts of its shared prefix and its sinks, and store it."""
-    m = tl.arange(0, M)
+    if PREFIX:
+        if M > GROUP_P:
+            # Only the first rows of the tile are heads.
+            acc, top, total = leading(acc, M, GROUP_P), leading(top, M, GROUP_P), leading(total, M, GROUP_P)
+        if prefixes > 0:
+            other, other_top, other_total = merged(partial, lse, first, 1, prefixes, GROUP_P, D_P)
+            best = tl.maximum(top, other_top)
+            mine, others = tl.exp2(top - best), tl.exp2(other_top - best)
+            acc = acc * mine[:, None] + other * others[:, None]
+            total = total * mine + other_total * others
+            top = best
+    R: tl.constexpr = GROUP_P if PREFIX else M
+    m = tl.arange(0, R)
     d = tl.arange(0, D_P)
-    for s in range(prefixes):
-        at = first + s
-        part_lse = tl.load(lse + at * GROUP_P + m, m < GROUP_P, float("-inf"), cache_modifier=".cg")
-        places = (at * GROUP_P + m[:, None]) * D_P + d[None, :]
-        part = tl.load(partial + places, m[:, None] < GROUP_P, 0.0, cache_modifier=".cg")
-        best = tl.maximum(top, part_lse)
-        shrink = tl.exp2(top - best)
-        weight = tl.exp2(part_lse - best)
-        acc = acc * shrink[:, None] + part * weight[:, None]
-        total = total * shrink + weight
-        top = best
     if SINKS:
         sink = tl.load(sinks + kv_head * GROUP + m, m < GROUP, float("-inf")).to(tl.float32) * LOG2E
         total += tl.exp2(sink - top)
     target = out + (row * HEADS + kv_head * GROUP + m[:, None]) * D + d[None, :]
     tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), (m[:, None] < GROUP) & (d[None, :] < D))
+
+
+@triton.jit
+def leading(x, M: tl.constexpr, COUNT: tl.constexpr):
+    """The first COUNT of M rows, both powers of two."""
+    row = tl.arange(0, M)
+    if len(x.shape) == 2:
+        kept = tl.where(row[:, None] < COUNT, x, 0.0)
+        return tl.sum(tl.reshape(kept, [M // COUNT, COUNT, x.shape[1]]), 0)
+    else:
+        return tl.sum(tl.reshape(tl.where(row < COUNT, x, 0.0), [M // COUNT, COUNT]), 0)
 
 
 @triton.jit

@@ -30,6 +30,7 @@ class GemmConfig:
     """One way to run a product: output columns and inner elements per step, parts of the inner dimension, warps, stages.
 
     `tma`: operands come by bulk tensor copies (compute capability 9 and later; columns and inner must divide evenly).
+    `rows`: the rows are padded to so many (0: the least power of two); one kernel then serves all numbers up to it.
     """
 
     block_n: int
@@ -38,6 +39,7 @@ class GemmConfig:
     num_warps: int
     stages: int
     tma: bool = False
+    rows: int = 0
 
 
 @triton.jit
@@ -63,7 +65,7 @@ def shrink_of(squares, count, m, rows, inner, eps, BLOCK_M: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "eps", "scale", "count"])
 def _skinny(
-    x, w, bias, squares, gain, residual, out, gained, squares_out, parts, counters,
+    x, w, weights, bias, squares, gain, residual, out, gained, squares_out, parts, counters,
     rows, columns, inner, count, eps, scale, x_stride, out_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
     NORM: tl.constexpr, PAIR: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
@@ -77,14 +79,13 @@ def _skinny(
     steps = tl.cdiv(tl.cdiv(inner, BLOCK_K), SPLIT_K)
     begin = part * steps * BLOCK_K
     stop = tl.minimum(begin + steps * BLOCK_K, inner)
-    if not TMA:
-        w_at = w + n.to(tl.int64)[None, :] * inner
-        w2_at = w_at + columns.to(tl.int64) * inner
+    w_at = weights + n.to(tl.int64)[None, :] * inner
+    w2_at = w_at + columns.to(tl.int64) * inner
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc2 = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        if EVEN and not TMA:
+        if EVEN:
             # The weights depend on no one: fetch the first of them while the kernel before this one ends.
             AHEAD: tl.constexpr = BLOCK_K // 64 * 2
             lines = tl.arange(0, AHEAD)[:, None] * 64
@@ -203,8 +204,8 @@ def skinny_gemm(
     source = x.values if isinstance(x, Gained) else x
     rows, inner = source.shape
     columns = w.shape[0] // (2 if pair else 1)
-    block_m = max(16, triton.next_power_of_2(rows))
     c = config
+    block_m = max(16, c.rows, triton.next_power_of_2(rows))
     tiles = triton.cdiv(columns, c.block_n)
     even = columns % c.block_n == 0 and inner % (c.block_k * c.split_k) == 0
     assert c.split_k == 1 or c.split_k * block_m * w.shape[0] <= work.parts.numel()
@@ -219,7 +220,7 @@ def skinny_gemm(
         assert tiles * MAX_ROWS.value <= gained.squares.numel()
         gained.count = tiles
     _skinny[(tiles, c.split_k)](
-        x_given, w_given, some if bias is None else bias, x.squares if normed else some, some if gain is None else gain,
+        x_given, w_given, w, some if bias is None else bias, x.squares if normed else some, some if gain is None else gain,
         some if residual is None else residual, out, out if gained is None else gained.values,
         some if gained is None else gained.squares, work.parts, work.counters,
         rows, columns, inner, x.count if normed else 0, eps, scale, source.stride(0), out.stride(0),

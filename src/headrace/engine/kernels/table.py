@@ -28,11 +28,6 @@ def file_name(card: str) -> str:
     return card.lower().replace(" ", "_").replace("/", "_") + ".json"
 
 
-def bucket_of(rows: int) -> int | None:
-    """The padded number of rows that a configuration is for; None if no skinny product takes so many."""
-    return next((b for b in BUCKETS if rows <= b), None)
-
-
 class GemmTable:
     """Configurations of one card by padded rows, columns, inner dimension and whether columns come in pairs."""
 
@@ -50,19 +45,13 @@ class GemmTable:
                 self.sources.append(str(path.name if folder == SHIPPED else path))
 
     def config(self, rows: int, columns: int, inner: int, *, pair: bool) -> GemmConfig | None:
-        """How to run a product of `rows`, or None where cuBLAS is the better one."""
-        bucket = bucket_of(rows)
-        if bucket is None:
-            return None
-        entry = self._entries.get(key(bucket, columns, inner, pair=pair), {})
-        if bucket == 4 and not entry:
-            bucket = 16
-            entry = self._entries.get(key(bucket, columns, inner, pair=pair), {})
-        if entry is None:
-            return None
-        if entry:
-            return GemmConfig(**entry)
-        return self.guess(columns, inner, pair=pair) if bucket == 16 else None
+        """How to run a product of `rows`, or None where cuBLAS is the better one; the least bucket in the table counts."""
+        for bucket in BUCKETS:
+            name = key(bucket, columns, inner, pair=pair)
+            if rows <= bucket and name in self._entries:
+                entry = self._entries[name]
+                return None if entry is None else GemmConfig(**({"rows": max(16, bucket)} | entry))
+        return self.guess(columns, inner, pair=pair) if rows <= 16 else None
 
     def decode(self, rows: int, head_dim: int) -> dict[str, int] | None:
         """How attention of so many rows is cut and run (splits, min_chunk, block_n, num_warps, stages), if it was tuned."""
@@ -77,7 +66,7 @@ class GemmTable:
         split = 1
         while tiles * split < 2 * self._sms and split < 8 and inner // (2 * split) >= 2 * block_k:
             split *= 2
-        return GemmConfig(block_n, block_k, split, 4, 4)
+        return GemmConfig(block_n, block_k, split, 4, 4, rows=16)
 
 
 def decode_key(bucket: int, head_dim: int) -> str:
