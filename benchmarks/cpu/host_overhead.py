@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import time
@@ -35,7 +36,10 @@ def measure(name: str, batch: int) -> dict[str, object]:
     """Medians over decode steps of `batch` sequences at context of about 200."""
     profiled = name == "torch"
     config = EngineConfig(model=MODEL, backend=name, options=(("profile", "1"),) if profiled else ())
-    model = BACKENDS.get(name).load(locate(MODEL), config)
+    backend = BACKENDS.get(name)
+    for variable, value in getattr(backend, "environment", ()):
+        os.environ.setdefault(variable, value)
+    model = backend.load(locate(MODEL), config)
     layout = cache_layout(model.spec, model.kv_precision, 16)
     executor = model.executor(layout, Limits(BLOCKS, 64, 2048, 512))
     settings = SchedulerConfig(max_num_seqs=64, max_batched_tokens=512, max_model_len=2048, prefix_caching=False)
