@@ -11,12 +11,14 @@ import torch
 from headrace.base.units import ceil_div
 from headrace.engine.quant.formats._contract import Layout, RowFormat, Tensors
 from headrace.engine.quant.formats._groups import flattened, grouped
-from headrace.engine.quant.formats._nibbles import pack, unpack
+from headrace.engine.quant.formats._lookup import pair_table, pairs
+from headrace.engine.quant.formats._nibbles import pack
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127
 _TOP_EXPONENT = 2
 _NAN = 255
+_TABLE = pair_table(torch.tensor([*VALUES, *(-v for v in VALUES)]), high_first=False)
 
 
 class MXFP4(RowFormat):
@@ -38,10 +40,10 @@ class MXFP4(RowFormat):
         return {"codes": pack(flattened(codes, weight.shape[1])), "scales": scales.to(torch.uint8)}
 
     def decode(self, tensors: Tensors, rows: int, columns: int) -> torch.Tensor:
-        table = torch.tensor([*VALUES, *(-v for v in VALUES)])
-        values = table[unpack(tensors["codes"], columns).int()]
-        scales = tensors["scales"].to(torch.int32) - _BIAS
-        return flattened(torch.ldexp(grouped(values, self.spec.group_size), scales[..., None]), columns).contiguous()
+        values = pairs(_TABLE, tensors["codes"])[:, :columns]
+        exponents = tensors["scales"].to(torch.int32) - _BIAS
+        scales = torch.ldexp(torch.ones(exponents.shape), exponents)
+        return flattened(grouped(values, self.spec.group_size) * scales[..., None], columns).contiguous()
 
     def damage(self, tensors: Tensors, columns: int) -> str | None:
         return "its scales hold NaN" if bool((tensors["scales"] == _NAN).any()) else None

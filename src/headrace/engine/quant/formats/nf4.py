@@ -12,6 +12,9 @@ import torch.nn.functional as F
 from headrace.base.units import ceil_div
 from headrace.engine.quant import tables
 from headrace.engine.quant.formats._contract import Format, Layout, Tensors
+from headrace.engine.quant.formats._lookup import pair_table, pairs
+
+_TABLE = pair_table(torch.from_numpy(tables.NF4), high_first=True)
 
 
 class NF4(Format):
@@ -52,9 +55,7 @@ class NF4(Format):
 
     def decode(self, tensors: Tensors, rows: int, columns: int) -> torch.Tensor:
         count, size = rows * columns, self.spec.group_size
-        packed = tensors["codes"]
-        codes = torch.stack([packed >> 4, packed & 15], -1).flatten()[:count]
-        values = torch.from_numpy(tables.NF4)[codes.int()]
+        values = pairs(_TABLE, tensors["codes"])[:count]
         scales = self.block_scales(tensors)
         if count % size:
             values = F.pad(values, (0, -count % size))
