@@ -1,6 +1,7 @@
 """Run the GPU comparison's requests on Headrace's engine in this process: `run.py MODEL [part …]`; one JSON line a result.
 
-Parts: mixed single ttft uniform prefix (default: all), stall, host. Token ids in and out, greedy, EOS ignored.
+Parts: mixed single ttft uniform prefix (default: all), stall, host, submit, profile, steps. Token ids in and out, greedy, EOS
+ignored. Beside a result stands what the planner predicts for it (`planned`: value, low, high), where it can.
 """
 
 from __future__ import annotations
@@ -26,8 +27,24 @@ def report(**fields) -> None:
     print("RES", json.dumps(fields), flush=True)
 
 
+def planned(model: str, isl: int, osl: int, concurrency: int) -> dict[str, list[float]]:
+    """What `headrace plan` predicts for such requests on one H200."""
+    from headrace.plan.deployment import Inputs
+    from headrace.plan.perf import perf
+
+    found = perf(
+        Inputs(
+            model=model, gpu="h200", engine="headrace", weights="bf16", max_model_len=20480, max_num_seqs=256, isl=isl,
+            osl=osl, concurrency=concurrency,
+        )
+    )  # fmt: skip
+    figures = {"ttft_ms": found.ttft_ms, "tpot_ms": found.tpot_ms, "out_tok_s": found.output_tokens_per_s}
+    return {name: [round(v, 2) for v in (f.value, f.low, f.high)] for name, f in figures.items()}
+
+
 class Bench:
     def __init__(self, model: str, **options) -> None:
+        self.model = model
         self.core = launch(EngineConfig(model=model, backend="cuda", **options))
         self.engine = InProcessEngine(self.core)
         info = self.core.info
@@ -82,6 +99,7 @@ class Bench:
                 in_tok=sum(len(p) for p, _ in asks),
                 out_tok=out,
                 out_tok_s=round(out / s, 1),
+                planned=planned(self.model, 576, 320, 256),
             )
 
     def single(self, repeats: int = 2) -> None:
@@ -96,6 +114,7 @@ class Bench:
                 ttft_ms=round(1e3 * ttft, 2),
                 itl_ms=round(statistics.median(itl), 4),
                 all=itl,
+                planned=planned(self.model, length, 257, 1),
             )
 
     def ttft(self) -> None:
@@ -106,6 +125,7 @@ class Bench:
                 prompt=length,
                 ms=round(1e3 * statistics.median(all_s), 2),
                 all=[round(1e3 * s, 2) for s in all_s],
+                planned=planned(self.model, length, 1, 1),
             )
 
     def uniform(self) -> None:
@@ -115,6 +135,7 @@ class Bench:
             report(
                 step="uniform", B=batch, prefill_s=round(first, 4), prefill_tok_s=round(512 * batch / first),
                 step_ms=round(1e3 * (whole - first) / 256, 3), decode_tok_s=round(256 * batch / (whole - first), 1),
+                planned=planned(self.model, 512, 257, batch),
             )  # fmt: skip
 
     def prefix(self) -> None:
@@ -123,25 +144,72 @@ class Bench:
             report(step="prefix64", cache=name, s=round(s, 3), out_tok_s=round(64 * 128 / s, 1))
 
     def stall(self) -> None:
-        """ITL of 64 running streams while a 16k prompt is prefilled, beside the same undisturbed."""
-        asks = [(single(512, 900000 + k), 400) for k in range(64)]
-        quiet = self.generate(asks, stamps=True)[1]
-        long = (single(16384, 4242), 1)
-        loud = self.generate(
-            [(p, n) for p, n in [(single(512, 910000 + k), 400) for k in range(64)]] + [long], stamps=True
-        )[1]
-        end = loud[-1][-1]
-        calm = sorted(b - a for t in quiet for a, b in itertools.pairwise(t[50:]))
-        begin = max(t[0] for t in loud[:-1])
-        during = sorted(b - a for t in loud[:-1] for a, b in itertools.pairwise(t) if begin <= a and b <= end + 0.1)
-        p99 = lambda v: 1e3 * v[int(0.99 * (len(v) - 1))] if v else float("nan")  # noqa: E731
+        """ITL of 64 running streams while a 16k prompt is prefilled, beside their undisturbed time before it."""
+        arrived: queue.SimpleQueue = queue.SimpleQueue()
+        tag = uuid.uuid4().hex[:8]
+
+        def submit(name: str, prompt: list[int], count: int) -> None:
+            sampling = Sampling(max_tokens=count, temperature=0.0, ignore_eos=True)
+            self.engine.submit(
+                Request(request_id=f"{tag}-{name}", prompt_token_ids=tuple(prompt), sampling=sampling), arrived.put
+            )
+
+        streams = [f"s{k}" for k in range(64)]
+        for k, name in enumerate(streams):
+            submit(name, single(512, 900000 + k), 400)
+        stamps: dict[str, list[float]] = {name: [] for name in [*streams, "long"]}
+        left, asked, first = 65, None, None
+        while left:
+            output = arrived.get()
+            now, name = time.perf_counter(), output.request_id.split("-")[1]
+            stamps[name] += [now] * len(output.token_ids)
+            left -= output.finish is not None
+            if name == "long":
+                first = now
+            if asked is None and min(len(stamps[n]) for n in streams) >= 150:
+                asked = now
+                submit("long", single(16384, 4242), 1)
+        gaps = [(a, b) for n in streams for a, b in itertools.pairwise(stamps[n])]
+        settled = max(stamps[n][20] for n in streams)
+        calm = sorted(b - a for a, b in gaps if a >= settled and b <= asked)
+        during = sorted(b - a for a, b in gaps if b > asked and a < first)
+        p99 = lambda v: 1e3 * v[int(0.99 * (len(v) - 1))]  # noqa: E731
         report(
             step="stall",
             quiet_p99_ms=round(p99(calm), 2),
+            loud_p50_ms=round(1e3 * statistics.median(during), 2),
             loud_p99_ms=round(p99(during), 2),
-            prompt_s=round(end, 3),
-            gaps=len(during),
+            ratio=round(p99(during) / p99(calm), 2),
+            prompt_s=round(first - asked, 3),
+            gaps=[len(calm), len(during)],
         )
+
+    def steps(self) -> None:
+        """Where the time of mixed256 goes: device time of its steps by kind, and the time in which none was running."""
+        executor, real = self.core.executor, self.core.executor.submit
+        seen: list[tuple[int, int, object]] = []
+
+        def recorded(plan):
+            step = real(plan)
+            prompt = sum(c.length for c in plan.chunks if c.length > 1)
+            seen.append((sum(c.length == 1 for c in plan.chunks), prompt, step))
+            return step
+
+        executor.submit = recorded
+        wall = self.generate(mixed(256, seed=77))[0]
+        executor.submit = real
+        kinds: dict[str, list[float]] = {}
+        for rows, prompt, step in seen:
+            size = next(n for n in (8, 16, 32, 64, 96, 128, 192, 256) if rows <= n)
+            long = next((f"{n} prompt tokens" for n in (512, 2048, 10**9) if 0 < prompt <= n), "")
+            kinds.setdefault(f"mixed up to {long}" if prompt else f"decode up to {size}", []).append(
+                step.result().compute_s
+            )
+        total = sum(map(sum, kinds.values()))
+        report(
+            step="steps", wall_s=round(wall, 3), device_s=round(total, 3), steps=len(seen),
+            kinds={k: (len(v), round(sum(v), 3), round(1e3 * statistics.median(v), 2)) for k, v in sorted(kinds.items())},
+        )  # fmt: skip
 
     def submit(self) -> None:
         """Host time of launching a step, by its number of tokens, on the engine's own thread."""
