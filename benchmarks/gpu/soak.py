@@ -43,9 +43,7 @@ def sampling(rng: random.Random, count: int) -> Sampling:
 
 
 def main(model: str, steps: int) -> None:
-    core = launch(
-        EngineConfig(model=model, backend="cuda", max_model_len=20480, max_num_seqs=256, memory_fraction=0.88)
-    )
+    core = launch(EngineConfig(model=model, backend="cuda", max_model_len=20480, max_num_seqs=96, memory_fraction=0.88))
     engine = InProcessEngine(core)
     rng = random.Random(5)
     arrived: queue.SimpleQueue = queue.SimpleQueue()
@@ -55,15 +53,19 @@ def main(model: str, steps: int) -> None:
     least_free = torch.cuda.mem_get_info()[0]
     begin, base = time.perf_counter(), engine.stats.steps
     vocab = core.info.vocab_size
+    filling = core.info.num_blocks * core.info.block_tokens
     while engine.stats.steps - base < steps:
-        while len(live) < 300:
-            length = rng.choice([rng.randint(1, 200), rng.randint(1000, 6000), rng.randint(6000, 16000)])
+        while len(live) < 120:
+            # At first what fills the pool, then mostly short requests, so that most steps decode.
+            length, count = 16000, 4
+            if filling < 0:
+                length = rng.randint(1, 8000) if rng.random() < 0.03 else rng.randint(1, 200)
+                count = rng.randint(1, 250)
+            filling -= length
             name = f"r{made}"
             prompt = tuple(rng.choices(range(3, vocab - 10), k=length))
-            engine.submit(
-                Request(request_id=name, prompt_token_ids=prompt, sampling=sampling(rng, rng.randint(1, 120))),
-                arrived.put,
-            )
+            request = Request(request_id=name, prompt_token_ids=prompt, sampling=sampling(rng, count))
+            engine.submit(request, arrived.put)
             live.add(name)
             made += 1
         output = arrived.get()
@@ -72,9 +74,8 @@ def main(model: str, steps: int) -> None:
             ended += 1
             if output.finish.error is not None:
                 errors.append(output.finish.error)
-        elif rng.random() < 0.0005:
+        elif output.request_id in live and rng.random() < 0.0003:
             engine.abort(output.request_id)
-            live.discard(output.request_id)
             aborted += 1
         if rng.random() < 0.001:
             least_free = min(least_free, torch.cuda.mem_get_info()[0])

@@ -172,6 +172,7 @@ def test_cascade_rotates_and_stores_like_rope_cache(dtype, norm):
     same = {"scale": 0.25, "splits": 4, "min_chunk": 16, "block_n": 16}
     decode_attention(
         qkv, found, kv, scene.tables, slots, positions, work, heads, cos_sin=cos_sin, rope_dim=rope_dim, prefix_splits=3,
+        prefix_block_n=32, prefix_chunk=16,
         firsts=ints([shared, shared, shared, 0]), tiles=ints([[0, 3, shared], [0, 0, 0]]), **norms, **same,
     )  # fmt: skip
     rope_cache(done, scene.kv, scene.tables, slots, positions, cos_sin, heads, rope_dim=rope_dim, **norms)
@@ -198,7 +199,8 @@ def test_cascade_equals_plain_decode(dtype, heads, kv_heads, dim, options):
     positions = ints([n - 1 for n in contexts] + [0])
     decode_attention(
         qkv, out, scene.kv, scene.tables, ints([0, 1, 2, 3, -1]), positions, work, heads, splits=2, prefix_splits=3,
-        min_chunk=16, block_n=16, firsts=ints([shared, shared, shared, 0, 0]), tiles=ints([[0, 2, shared], [2, 3, shared], [0, 0, 0]]),
+        min_chunk=16, block_n=16, prefix_block_n=16, prefix_chunk=16,
+        firsts=ints([shared, shared, shared, 0, 0]), tiles=ints([[0, 2, shared], [2, 3, shared], [0, 0, 0]]),
         **rules,
     )  # fmt: skip
     wanted = torch.stack([attended(q[i], scene.keys[i], scene.values[i], **rules) for i in range(4)]).flatten(1)

@@ -30,7 +30,7 @@ class GpuCeilings:
     """Bytes and operations per second of one card; products are bf16 on random values, since zeros raise the clock.
 
     `best_tflops`: the fastest square product. `sustained_tflops`: a 7B layer's products over and over. `launch_us` and
-    `graph_us`: from one empty kernel to the next, launched one by one and inside a graph.
+    `graph_us`: from one empty kernel to the next, launched one by one from Python and inside a graph.
     """
 
     card: str
@@ -48,7 +48,7 @@ def _read(source, out, BLOCK: tl.constexpr, TURNS: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK * TURNS + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for turn in range(TURNS):
-        total += tl.load(source + at + turn * BLOCK)
+        total += tl.load(source + at + turn * BLOCK).to(tl.float32)
     tl.store(out + tl.program_id(0), tl.sum(total, 0))
 
 
@@ -63,8 +63,8 @@ def measure_gpu(device: torch.device, seconds: float = 2.0) -> GpuCeilings:
     if not seconds > 0:
         raise InvalidInput(f"seconds must be above 0, got {seconds}", field="seconds")
     free, memory = torch.cuda.mem_get_info(device)
-    size = 1 << min(30, (free // 4).bit_length() - 1)
-    source = torch.empty(size // 4, dtype=torch.float32, device=device).normal_()
+    size = 1 << min(32, (free // 4).bit_length() - 1)
+    source = torch.empty(size // 2, dtype=torch.bfloat16, device=device).normal_()
     target = torch.empty_like(source)
     block, turns = 4096, 16
     sums = torch.empty(source.numel() // (block * turns), device=device)

@@ -24,7 +24,10 @@ from headrace.engine.kernels.table import GemmTable
 from headrace.spec.cache import CacheLayout
 from headrace.spec.model import Attention, ModelSpec, Rope
 
-PREFIX_SPLITS = 4
+PREFIX_SPLITS = 8
+OWN_SPLITS = 2
+"""Parts of what a row has beside its shared prefix; all programs should be on the card at once."""
+OWN_SHAPE = {"block_n": 32, "num_warps": 1, "stages": 3}
 SHORT_TILE = 64
 """Queries of a prompt tile in steps with few prompt tokens; their cached keys may be cut among programs."""
 SPLIT_TILES, PREFILL_SPLITS = 8, 4
@@ -112,7 +115,12 @@ class Decoder:
         self._no_turn = torch.zeros(limits.max_model_len, 2, device=device)
         group = max(a.num_heads // a.num_kv_heads for a in self._mixers)
         self._work = DecodeWorkspace(
-            self.rows, layout.num_kv_heads, group, layout.head_dim, lambda n: self.splits(n) + PREFIX_SPLITS, device
+            self.rows,
+            layout.num_kv_heads,
+            group,
+            layout.head_dim,
+            lambda n: max(self.splits(n), OWN_SPLITS + PREFIX_SPLITS),
+            device,
         )
         self._prefill_work = PrefillWorkspace(
             SPLIT_TILES, PREFILL_SPLITS, max(a.num_heads for a in self._mixers), SHORT_TILE, layout.head_dim, device
@@ -150,7 +158,7 @@ class Decoder:
     @property
     def activation_bytes(self) -> int:
         """Bytes of the persistent step buffers (the KV pool and its tables left out)."""
-        return sum(t.nbytes for t in (self.x, self._h, self._wide, self.logits, self.picked_x))
+        return sum(t.nbytes for t in (self.x, self._h, self._wide))
 
     @property
     def workspace_bytes(self) -> int:
@@ -240,17 +248,9 @@ class Decoder:
                 if i == last and pruned:
                     return self._last_layer(i, w, x, pending, post, step, bad_rows)
                 pending, post = self._layer(i, w, x, pending, post, step)
-            add_norm(
-                x,
-                pending,
-                None,
-                None,
-                self._eps,
-                post_weight=post,
-                scale=self._spec.residual_scale,
-                bad=bad_rows,
-                pdl=self._pdl,
-            )
+            if pending is not None or bad_rows is not None:
+                scale = self._spec.residual_scale
+                add_norm(x, pending, None, None, self._eps, post_weight=post, scale=scale, bad=bad_rows, pdl=self._pdl)
         if not head:
             return None
         if step.picked is not None:
@@ -299,6 +299,10 @@ class Decoder:
             torch.mm(x, w.t(), out=out)
         else:
             torch.addmm(bias, x, w.t(), out=out)
+
+    def _added(self, x: torch.Tensor, y: torch.Tensor, w: torch.Tensor, scale: float) -> None:
+        """x += scale * y w', the sum rounded once."""
+        torch.addmm(x, y, w.t(), alpha=scale, out=x)
 
     def _fused_layer(self, i: int, x: torch.Tensor, gained: Gained, step: DeviceStep) -> None:
         for part in self._fused_parts(i, x, gained, step):
@@ -351,10 +355,17 @@ class Decoder:
         add_norm(x, pending, w.attn_norm, h, self._eps, post_weight=post, scale=scale, pdl=self._pdl)
         self._linear(h, w.qkv, w.qkv_bias, qkv)
         self._attend(i, a, w, qkv, attended, step, pdl=self._pdl)
-        self._linear(attended, w.out, w.out_bias, h)
-        add_norm(x, h, w.mlp_norm, h, self._eps, post_weight=w.post_attn_norm, scale=scale, pdl=self._pdl)
+        if w.post_attn_norm is None and w.out_bias is None:
+            self._added(x, attended, w.out, scale)
+            add_norm(x, None, w.mlp_norm, h, self._eps, pdl=self._pdl)
+        else:
+            self._linear(attended, w.out, w.out_bias, h)
+            add_norm(x, h, w.mlp_norm, h, self._eps, post_weight=w.post_attn_norm, scale=scale, pdl=self._pdl)
         self._linear(h, w.up, w.up_bias, up)
         activate(up, activated, mlp.activation, gated=mlp.gated, pdl=self._pdl)
+        if w.post_mlp_norm is None and w.down_bias is None:
+            self._added(x, activated, w.down, scale)
+            return None, None
         self._linear(activated, w.down, w.down_bias, h)
         return h, w.post_mlp_norm
 
@@ -415,10 +426,12 @@ class Decoder:
             given = {"cos_sin": turn, "rope_dim": rope_dim, **norms} if alone else {}
             if cascade:
                 given |= {"firsts": step.firsts, "tiles": step.prefix_tiles, "prefix_splits": PREFIX_SPLITS}
+                given |= {"splits": OWN_SPLITS, "min_chunk": 1024, **OWN_SHAPE}
+            else:
+                given |= {"splits": self.splits(n), "min_chunk": self.min_chunk(n), **self._decode_shape(n)}
             parts.append(lambda: decode_attention(
                 qkv[:n], out[:n], kv, tables, step.slots[:n], step.positions[:n], self._work, a.num_heads,
-                splits=self.splits(n), min_chunk=max(self.min_chunk(n), 512 if cascade else 0), pdl=pdl and alone, **rules, **given,
-                **self._decode_shape(n),
+                pdl=pdl and alone, **rules, **given,
             ))  # fmt: skip
         if step.chunks is not None and step.offsets is not None:
             if step.longest:
@@ -483,6 +496,8 @@ class Decoder:
         jobs += [
             lambda: embed(step.ids, step.slots, self.last_ids, weights.embedding, x, 1.0, pdl=pdl),
             lambda: add_norm(x, None, w.attn_norm, h, self._eps, pdl=pdl),
+            lambda: add_norm(x, None, w.attn_norm, h, self._eps, bad=bad, pdl=pdl),
+            lambda: add_norm(x, None, None, None, self._eps, bad=bad, pdl=pdl),
             lambda: add_norm(x, h, w.mlp_norm, h, self._eps, post_weight=w.post_attn_norm, pdl=pdl),
             lambda: add_norm(x, h, w.attn_norm, h, self._eps, post_weight=w.post_mlp_norm, bad=bad, pdl=pdl),
             lambda: add_norm(x, h, None, None, self._eps, post_weight=w.post_mlp_norm, pdl=pdl),

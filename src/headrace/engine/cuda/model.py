@@ -143,6 +143,12 @@ class CudaModel:
                 ),
                 decoder.activation_bytes,
             ),
+            # Of the rows that are sampled: their last hidden states and their logits, kept apart from the layers' buffers.
+            MemoryItem(
+                "logits",
+                decoder.rows * (4 * spec.vocab_size + decoder.x.element_size() * spec.hidden_size),
+                decoder.logits.nbytes + decoder.picked_x.nbytes,
+            ),
         ]
         self._notes += [
             f"torch {torch.__version__}, triton on {card}, weights {self.weights_precision}, KV {self.kv_precision}",

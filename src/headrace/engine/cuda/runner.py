@@ -7,6 +7,7 @@ on the host (penalties, grammars).
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -142,11 +143,23 @@ class Runner:
 
     def warm_up(self, *, graphs: bool) -> None:
         """Compile the kernels of decode steps by running each size on padding alone, then capture the sizes as graphs."""
-        shareable = self._one_group
         if self._cuda:
-            self._compile(shareable)
+            self._compile(self._one_group)
+        # A collection in the middle of a capture may free what an earlier engine held, which the capture does not survive.
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            self._warm_up_decode(graphs=graphs)
+            self.warm_up_mixed(graphs=graphs)
+        finally:
+            if collecting:
+                gc.enable()
+        self._mixed_keys = self._mixed_sizes() if graphs else []
+        self._graphed = graphs
+
+    def _warm_up_decode(self, *, graphs: bool) -> None:
         for rows in self._sizes[::-1].tolist():
-            for shared in (False, True) if shareable and rows >= 4 else (False,):
+            for shared in (False, True) if self._one_group and rows >= 4 else (False,):
                 step, ids, bad, sample_slots = self._padding(rows, shared)
                 self._launch_decode(step, ids, bad, sample_slots)
                 if graphs:
@@ -154,9 +167,6 @@ class Runner:
                         (rows, shared),
                         lambda s=step, i=ids, b=bad, t=sample_slots: self._launch_decode(s, i, b, t),
                     )
-        self.warm_up_mixed(graphs=graphs)
-        self._mixed_keys = self._mixed_sizes() if graphs else []
-        self._graphed = graphs
 
     def _compile(self, shareable: bool) -> None:
         """Compile side by side what would otherwise be compiled one after the other when it is first launched."""
@@ -178,8 +188,7 @@ class Runner:
         cascades = []
         if shareable and decoder.rows >= 4:
             tiles = blank[:9].view(3, 3)
-            for n in sorted({max(rows, 4) for rows in kinds.values()}):
-                cascades.append(DeviceStep(blank[:n], blank[:n], blank[:n], n, firsts=blank[:n], prefix_tiles=tiles))
+            cascades.append(DeviceStep(blank[:4], blank[:4], blank[:4], 4, firsts=blank[:4], prefix_tiles=tiles))
         rows = min(512, decoder.tokens)
         hopper = decoder.gathered_rows > 0
         for tile_rows in (SHORT_TILE, 128) if hopper else (SHORT_TILE, 128, 256):

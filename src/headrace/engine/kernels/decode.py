@@ -49,7 +49,7 @@ def _decode(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr,
     D: tl.constexpr, D_P: tl.constexpr, BT: tl.constexpr, ROPE_DIM: tl.constexpr,
     NORM: tl.constexpr, FUSED: tl.constexpr, PREFIX: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PREFIX_BLOCK_N: tl.constexpr,
     PDL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -79,8 +79,7 @@ def _decode(
         end = position + 1
     chunk, used = split_range(low, end, splits, min_chunk, BLOCK_N)
     if split >= used:
-        if PDL:
-            tl.extra.cuda.gdc_wait()
+        # Without a wait, which would only keep others off the multiprocessor: the first split waits for all.
         return
     if PDL and not PREFIX:
         tl.extra.cuda.gdc_wait()
@@ -133,7 +132,7 @@ def _decode(
     total_at = (row * KV_HEADS + kv_head) * all_splits
     prefix_used = 0
     if PREFIX:
-        _, prefix_used = split_range(0, low, prefix_splits, prefix_chunk, BLOCK_N)
+        _, prefix_used = split_range(0, low, prefix_splits, prefix_chunk, PREFIX_BLOCK_N)
         prefix_used = tl.where(low > 0, prefix_used, 0)
     if used == 1:
         finish(
@@ -361,6 +360,7 @@ def decode_attention(
     tiles: torch.Tensor | None = None,
     prefix_splits: int = 8,
     prefix_chunk: int = 128,
+    prefix_block_n: int = 64,
     block_n: int = 64,
     num_warps: int = 2,
     stages: int = 3,
@@ -392,7 +392,7 @@ def decode_attention(
             scale, softcap or 0.0, eps, prefix_splits, splits, all_splits, prefix_chunk,
             qkv.stride(0), tables.stride(0), kv.stride(0),
             KV_HEADS=kv_heads, **shape, BT=block_tokens, **rotation, SOFTCAP=softcap is not None, BLOCK_M=64,
-            BLOCK_N=block_n, PDL=pdl, STAGES=2, num_warps=4, **early,
+            BLOCK_N=prefix_block_n, PDL=pdl, STAGES=2, num_warps=4, **early,
         )  # fmt: skip
     _decode[(rows, kv_heads, splits)](
         qkv, out, kv, tables, slots, positions, firsts if prefix else slots, *norms, cos_sin if fused else some,
@@ -401,5 +401,5 @@ def decode_attention(
         qkv.stride(0), tables.stride(0), kv.stride(0), work.counter_stride,
         HEADS=heads, KV_HEADS=kv_heads, **shape, BT=block_tokens, **rotation, PREFIX=prefix,
         WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
-        BLOCK_M=max(16, group_p), BLOCK_N=block_n, PDL=pdl, STAGES=stages, num_warps=num_warps, **early,
+        BLOCK_M=max(16, group_p), BLOCK_N=block_n, PREFIX_BLOCK_N=prefix_block_n, PDL=pdl, STAGES=stages, num_warps=num_warps, **early,
     )  # fmt: skip

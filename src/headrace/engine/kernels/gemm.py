@@ -87,7 +87,7 @@ def _skinny(
         tl.extra.cuda.gdc_launch_dependents()
         if EVEN:
             # The weights depend on no one: fetch the first of them while the kernel before this one ends.
-            AHEAD: tl.constexpr = BLOCK_K // 64 * 2
+            AHEAD: tl.constexpr = 8 if TMA else BLOCK_K // 64 * 2
             lines = tl.arange(0, AHEAD)[:, None] * 64
             within = (begin + lines < stop) & n_inside[None, :]
             prefetch(tl.where(within, w_at + begin + lines, w_at + begin))
@@ -214,7 +214,14 @@ def skinny_gemm(
     x_given, w_given = source, w
     if c.tma:
         assert even
-        x_given = TensorDescriptor.from_tensor(source, [block_m, c.block_k])
+        # Rows past the tensor's end cost the copy engine about as much as 1 us each. Where the memory goes on, as in the step's
+        # buffers, they are read instead: what they hold only reaches rows that are not stored.
+        there = (source.untyped_storage().nbytes() // source.element_size() - source.storage_offset()) // source.stride(
+            0
+        )
+        x_given = TensorDescriptor(
+            source, [block_m if there >= block_m else rows, inner], [source.stride(0), 1], [block_m, c.block_k]
+        )
         w_given = TensorDescriptor.from_tensor(w, [c.block_n, c.block_k])
     if gained is not None:
         assert tiles * MAX_ROWS.value <= gained.squares.numel()

@@ -78,4 +78,7 @@ def key(bucket: int, columns: int, inner: int, *, pair: bool) -> str:
 
 
 def entry_of(config: GemmConfig | None) -> dict[str, int] | None:
-    return None if config is None else asdict(config)
+    """As it is stored: the bucket says the rows, and no bulk copies are the rule."""
+    if config is None:
+        return None
+    return {k: v for k, v in asdict(config).items() if k != "rows" and not (k == "tma" and not v)}
