@@ -1,7 +1,8 @@
 """Run the GPU comparison's requests on Headrace's engine in this process: `run.py MODEL [part …]`; one JSON line a result.
 
-Parts: mixed single ttft uniform prefix (default: all), stall, host, submit, profile, steps. Token ids in and out, greedy, EOS
-ignored. Beside a result stands what the planner predicts for it (`planned`: value, low, high), where it can.
+Parts: mixed single ttft uniform prefix (default: all), stall, host, submit, profile, steps; after `round` other prompts are
+drawn. Token ids in and out, greedy, EOS ignored. Beside a result stands what the planner predicts for it (`planned`: value,
+low, high), where it can.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def planned(model: str, isl: int, osl: int, concurrency: int) -> dict[str, list[
 class Bench:
     def __init__(self, model: str, **options) -> None:
         self.model = model
+        self.salt = 0  # added to the requests' seeds, so that no round finds another's prompts in the prefix cache
         self.core = launch(EngineConfig(model=model, backend="cuda", **options))
         self.engine = InProcessEngine(self.core)
         info = self.core.info
@@ -90,7 +92,7 @@ class Bench:
 
     def mixed(self, repeats: int = 2) -> None:
         for repeat in range(repeats):
-            asks = mixed(256, seed=10 + repeat)
+            asks = mixed(256, seed=10 + repeat + self.salt)
             s = self.generate(asks)[0]
             out = sum(n for _, n in asks)
             report(
@@ -104,8 +106,10 @@ class Bench:
 
     def single(self, repeats: int = 2) -> None:
         for length in (128, 2048, 16384):
-            first = [self.generate([(single(length, length * 1000 + 100 + k), 1)])[0] for k in range(3)]
-            whole = [self.generate([(single(length, length * 1000 + 200 + k), 257)])[0] for k in range(repeats)]
+            first = [self.generate([(single(length, length * 1000 + 100 + k + self.salt), 1)])[0] for k in range(3)]
+            whole = [
+                self.generate([(single(length, length * 1000 + 200 + k + self.salt), 257)])[0] for k in range(repeats)
+            ]
             ttft = statistics.median(first)
             itl = [1e3 * (w - ttft) / 256 for w in whole]
             report(
@@ -119,7 +123,7 @@ class Bench:
 
     def ttft(self) -> None:
         for length in (1024, 4096, 16384):
-            all_s = [self.generate([(single(length, length * 1000 + 300 + k), 1)])[0] for k in range(5)]
+            all_s = [self.generate([(single(length, length * 1000 + 300 + k + self.salt), 1)])[0] for k in range(5)]
             report(
                 step="ttft",
                 prompt=length,
@@ -130,8 +134,8 @@ class Bench:
 
     def uniform(self) -> None:
         for batch in (8, 32, 64, 128, 256):
-            first = self.generate([(single(512, 1000 + batch * 300 + k), 1) for k in range(batch)])[0]
-            whole = self.generate([(single(512, 500000 + batch * 300 + k), 257) for k in range(batch)])[0]
+            first = self.generate([(single(512, 1000 + batch * 300 + k + self.salt), 1) for k in range(batch)])[0]
+            whole = self.generate([(single(512, 500000 + batch * 300 + k + self.salt), 257) for k in range(batch)])[0]
             report(
                 step="uniform", B=batch, prefill_s=round(first, 4), prefill_tok_s=round(512 * batch / first),
                 step_ms=round(1e3 * (whole - first) / 256, 3), decode_tok_s=round(256 * batch / (whole - first), 1),
@@ -140,8 +144,11 @@ class Bench:
 
     def prefix(self) -> None:
         for name, seed in (("first", 2), ("again", 2), ("first", 3)):
-            s = self.generate(prefix(seed=seed))[0]
+            s = self.generate(prefix(seed=seed + self.salt))[0]
             report(step="prefix64", cache=name, s=round(s, 3), out_tok_s=round(64 * 128 / s, 1))
+
+    def round(self) -> None:
+        self.salt += 10_000_000
 
     def stall(self) -> None:
         """ITL of 64 running streams while a 16k prompt is prefilled, beside their undisturbed time before it."""
