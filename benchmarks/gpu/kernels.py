@@ -16,6 +16,7 @@ import torch
 from headrace.engine.kernels.decode import DecodeWorkspace, decode_attention
 from headrace.engine.kernels.launchers import separate_launchers
 from headrace.engine.kernels.prefill import PrefillWorkspace, prefill_attention
+from headrace.engine.kernels.rope import rope_cache
 from headrace.engine.tune import graph_us
 
 H, KV, D, BT = 32, 8, 128, 16
@@ -120,21 +121,35 @@ def cascade() -> None:
     work = DecodeWorkspace(rows, KV, H // KV, D, lambda n: 40, DEVICE)
 
     def run(config, which):
-        block_n, warps, stages, prefix_splits = config
+        rotates, own, prefix_splits, prefix_block_n, prefix_warps, prefix_stages = config
+        block_n, warps, stages = own
         for kv in which:
+            given = {"cos_sin": angles, "rope_dim": D}
+            if not rotates:
+                rope_cache(qkv, kv, tables, slots, positions, angles, H, rope_dim=D, pdl=True)
+                given = {}
             decode_attention(
-                qkv, out, kv, tables, slots, positions, work, H, scale=D**-0.5, cos_sin=angles, rope_dim=D, splits=1,
-                min_chunk=512, block_n=block_n, num_warps=warps, stages=stages, pdl=True, firsts=firsts, tiles=tiles,
-                prefix_splits=prefix_splits,
+                qkv, out, kv, tables, slots, positions, work, H, scale=D**-0.5, splits=1, min_chunk=1024,
+                block_n=block_n, num_warps=warps, stages=stages, pdl=True, firsts=firsts, tiles=tiles,
+                prefix_splits=prefix_splits, prefix_block_n=prefix_block_n, prefix_warps=prefix_warps,
+                prefix_stages=prefix_stages, prefix_chunk=prefix_block_n, **given,
             )  # fmt: skip
 
-    tried = [(n, w, s, p) for n, w, s in ((64, 2, 3), (64, 4, 2), (32, 1, 4), (32, 2, 4)) for p in (2, 4, 8)]
-    good = all_compile([lambda c=c: run(c, pools[:1]) for c in tried])
+    tried = [
+        (rotates, own, p, *shape)
+        for rotates in (True, False)
+        for own in ((32, 1, 3), (64, 2, 2))
+        for p in (4, 8, 16)
+        for shape in ((64, 4, 2), (64, 4, 3), (64, 8, 2), (128, 8, 2), (32, 4, 3))
+    ]
+    good = all_compile([lambda c=c: run(c, pools[:1]) for c in tried if c[2] == 4])
+    fits = {(c[0], c[1], *c[3:]): g for c, g in zip([c for c in tried if c[2] == 4], good, strict=True)}
     torch.cuda.synchronize()
-    timed = sorted(
-        (graph_us(lambda c=c: run(c, pools), len(pools), 5), c) for c, g in zip(tried, good, strict=True) if g
-    )
-    report(step="cascade", rows=rows, shared=shared, own=own, all=[(round(t, 1), c) for t, c in timed])
+    timed = sorted((graph_us(lambda c=c: run(c, pools), len(pools), 5), c) for c in tried if fits[c[0], c[1], *c[3:]])
+    report(
+        step="cascade", rows=rows, shared=shared, own=own, us=round(timed[0][0], 1), config=timed[0][1],
+        all=[(round(t, 1), c) for t, c in timed],
+    )  # fmt: skip
 
 
 def prefill() -> None:

@@ -213,8 +213,15 @@ class Bench:
                 step.result().compute_s
             )
         total = sum(map(sum, kinds.values()))
+        idle = [
+            (a.events[1].elapsed_time(b.events[0]), i, rows, prompt)
+            for i, ((_, _, a), (rows, prompt, b)) in enumerate(itertools.pairwise(seen))
+        ]
         report(
-            step="steps", wall_s=round(wall, 3), device_s=round(total, 3), steps=len(seen),
+            step="steps", idle_ms=round(sum(i for i, *_ in idle), 1), 
+            idle_median_ms=round(statistics.median(i for i, *_ in idle), 3),
+            longest_idle=[(round(ms, 2), *rest) for ms, *rest in sorted(idle)[-8:]],
+            wall_s=round(wall, 3), device_s=round(total, 3), steps=len(seen),
             kinds={k: (len(v), round(sum(v), 3), round(1e3 * statistics.median(v), 2)) for k, v in sorted(kinds.items())},
         )  # fmt: skip
 

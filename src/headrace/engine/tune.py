@@ -36,8 +36,8 @@ from headrace.spec.model import ModelSpec
 _COPIES_BYTES = 400 << 20
 _IN_CHAIN = 6
 """Candidates of a product that are tried beside the other products."""
-TUNED = (4, 64)
-"""Padded rows that are measured: one set of kernels for a single stream, one for up to 64 rows; beyond, cuBLAS."""
+TUNED = (4, 32, 64)
+"""Padded rows that are measured: one set of kernels for a single stream, and for up to so many rows; beyond, cuBLAS."""
 _SEPARATE_KERNEL_US = 2.5
 """What a small kernel of its own costs inside a graph: launch, ramp and tail."""
 

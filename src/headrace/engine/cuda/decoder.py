@@ -25,6 +25,9 @@ from headrace.spec.cache import CacheLayout
 from headrace.spec.model import Attention, ModelSpec, Rope
 
 PREFIX_SPLITS = 8
+PREFIX_SHAPE = {"prefix_block_n": 64, "prefix_warps": 4, "prefix_stages": 2, "prefix_chunk": 64}
+PREFIX_ROTATES = True
+"""Whether shared-prefix attention rotates queries itself instead of a kernel before it."""
 OWN_SPLITS = 2
 """Parts of what a row has beside its shared prefix; all programs should be on the card at once."""
 OWN_SHAPE = {"block_n": 32, "num_warps": 1, "stages": 3}
@@ -414,7 +417,7 @@ class Decoder:
         n, rows = step.decode_rows, len(qkv)
         cascade = step.prefix_tiles is not None and a.window is None
         # Without prompts the decode kernel itself rotates and stores.
-        alone = n == rows
+        alone = n == rows and (PREFIX_ROTATES or not cascade)
         parts: list[Callable[[], None]] = []
         if not alone:
             parts.append(
@@ -426,12 +429,13 @@ class Decoder:
             given = {"cos_sin": turn, "rope_dim": rope_dim, **norms} if alone else {}
             if cascade:
                 given |= {"firsts": step.firsts, "tiles": step.prefix_tiles, "prefix_splits": PREFIX_SPLITS}
+                given |= PREFIX_SHAPE
                 given |= {"splits": OWN_SPLITS, "min_chunk": 1024, **OWN_SHAPE}
             else:
                 given |= {"splits": self.splits(n), "min_chunk": self.min_chunk(n), **self._decode_shape(n)}
             parts.append(lambda: decode_attention(
                 qkv[:n], out[:n], kv, tables, step.slots[:n], step.positions[:n], self._work, a.num_heads,
-                pdl=pdl and alone, **rules, **given,
+                pdl=pdl and n == rows, **rules, **given,
             ))  # fmt: skip
         if step.chunks is not None and step.offsets is not None:
             if step.longest:

@@ -361,6 +361,8 @@ def decode_attention(
     prefix_splits: int = 8,
     prefix_chunk: int = 128,
     prefix_block_n: int = 64,
+    prefix_warps: int = 4,
+    prefix_stages: int = 2,
     block_n: int = 64,
     num_warps: int = 2,
     stages: int = 3,
@@ -392,7 +394,7 @@ def decode_attention(
             scale, softcap or 0.0, eps, prefix_splits, splits, all_splits, prefix_chunk,
             qkv.stride(0), tables.stride(0), kv.stride(0),
             KV_HEADS=kv_heads, **shape, BT=block_tokens, **rotation, SOFTCAP=softcap is not None, BLOCK_M=64,
-            BLOCK_N=prefix_block_n, PDL=pdl, STAGES=2, num_warps=4, **early,
+            BLOCK_N=prefix_block_n, PDL=pdl, STAGES=prefix_stages, num_warps=prefix_warps, **early,
         )  # fmt: skip
     _decode[(rows, kv_heads, splits)](
         qkv, out, kv, tables, slots, positions, firsts if prefix else slots, *norms, cos_sin if fused else some,
