@@ -33,17 +33,17 @@ def sampling(rng: random.Random, count: int) -> Sampling:
             "top_p": rng.choice([0.5, 0.95, 1.0]),
             "min_p": rng.choice([0.0, 0.1]),
         }
-    if rng.random() < 0.15:
+    if rng.random() < 0.03:
         rules |= {"logprobs": rng.randint(0, 20)}
-    if rng.random() < 0.1:
+    if rng.random() < 0.005:  # rare, since each makes its steps wait for the ones before
         rules |= {"repetition_penalty": 1.2, "presence_penalty": 0.3}
-    if rng.random() < 0.02:
+    if rng.random() < 0.005:
         rules |= {"prompt_logprobs": 1}
     return Sampling(**rules)  # type: ignore[arg-type]
 
 
 def main(model: str, steps: int) -> None:
-    core = launch(EngineConfig(model=model, backend="cuda", max_model_len=20480, max_num_seqs=96, memory_fraction=0.88))
+    core = launch(EngineConfig(model=model, backend="cuda", max_model_len=20480, max_num_seqs=64, memory_fraction=0.88))
     engine = InProcessEngine(core)
     rng = random.Random(5)
     arrived: queue.SimpleQueue = queue.SimpleQueue()
@@ -54,8 +54,22 @@ def main(model: str, steps: int) -> None:
     begin, base = time.perf_counter(), engine.stats.steps
     vocab = core.info.vocab_size
     filling = core.info.num_blocks * core.info.block_tokens
-    while engine.stats.steps - base < steps:
-        while len(live) < 120:
+
+    def report() -> None:
+        stats = engine.stats
+        print("RES", json.dumps({
+            "step": "soak", "steps": stats.steps - base, "s": round(time.perf_counter() - begin, 1), "requests": made,
+            "ended": ended, "aborted": aborted, "errors": errors[:3], "preemptions": stats.preemptions,
+            "cached_blocks": stats.cached_blocks, "free_blocks": stats.free_blocks, "blocks": stats.total_blocks,
+            "least_free_bytes": least_free, "torch_peak_bytes": torch.cuda.max_memory_allocated(),
+        }), flush=True)  # fmt: skip
+
+    told = 0
+    while (done := engine.stats.steps - base) < steps:
+        if done >= told + 2000:
+            told = done
+            report()
+        while len(live) < 80:
             # At first what fills the pool, then mostly short requests, so that most steps decode.
             length, count = 16000, 4
             if filling < 0:
@@ -79,13 +93,7 @@ def main(model: str, steps: int) -> None:
             aborted += 1
         if rng.random() < 0.001:
             least_free = min(least_free, torch.cuda.mem_get_info()[0])
-    stats = engine.stats
-    print("RES", json.dumps({
-        "step": "soak", "steps": stats.steps - base, "s": round(time.perf_counter() - begin, 1), "requests": made,
-        "ended": ended, "aborted": aborted, "errors": errors[:3], "preemptions": stats.preemptions,
-        "cached_blocks": stats.cached_blocks, "blocks": stats.total_blocks, "least_free_bytes": least_free,
-        "torch_peak_bytes": torch.cuda.max_memory_allocated(), "torch_reserved_bytes": torch.cuda.memory_reserved(),
-    }))  # fmt: skip
+    report()
     engine.stop()
     assert not errors, errors[0]
 

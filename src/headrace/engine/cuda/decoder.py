@@ -24,8 +24,8 @@ from headrace.engine.kernels.table import GemmTable
 from headrace.spec.cache import CacheLayout
 from headrace.spec.model import Attention, ModelSpec, Rope
 
-PREFIX_SPLITS = 8
-PREFIX_SHAPE = {"prefix_block_n": 64, "prefix_warps": 4, "prefix_stages": 2, "prefix_chunk": 64}
+PREFIX_SPLITS = 4
+PREFIX_SHAPE = {"prefix_block_n": 64, "prefix_warps": 4, "prefix_stages": 3, "prefix_chunk": 64}
 PREFIX_ROTATES = True
 """Whether shared-prefix attention rotates queries itself instead of a kernel before it."""
 OWN_SPLITS = 2

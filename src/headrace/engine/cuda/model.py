@@ -165,8 +165,12 @@ class CudaModel:
             "programmatic dependent launch is " + ("on" if pdl else "off"),
             f"buffers of split work, tables and rotations: {format_bytes(decoder.workspace_bytes)}",
         ]
-        # What the start has made stays; a collection that walks through it takes as long as many steps.
+        # What the start has made stays, and so do the nodes of the prefix tree, of which there are as many as blocks: a
+        # collection that walks through them takes as long as several steps (31 to 73 ms were seen). Rings of short-lived
+        # objects fall to the younger generations.
         gc.freeze()
+        young, middle, _ = gc.get_threshold()
+        gc.set_threshold(young, middle, 1000)
         return CudaExecutor(runner, device)
 
     def memory(self) -> tuple[MemoryItem, ...]:
