@@ -34,7 +34,7 @@ def rows(record: dict[str, Any]) -> list[Row]:
     report = record["report"]
     found, seen = [], set()
     for i, f in enumerate((report["unquantized"], *report["formats"])):
-        key = (f["backend"], f["asked_weights"], f["weights"], f["kv"])
+        key = (f["backend"], f["weights"], f["kv"], f["weight_bytes"])  # two names may ask for the same
         if i and key in seen:
             continue
         seen.add(key)
