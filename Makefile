@@ -24,7 +24,8 @@ test: setup
 # The kernels and the CUDA backend in bf16 on a GPU; without one they are left out (the interpreter's tier is in `make test`).
 test-gpu: setup
 	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
-	  $(BIN)/pytest tests/engine/test_kernels_rows.py tests/engine/test_kernels_attention.py tests/engine/test_cuda_steps.py; \
+	  $(BIN)/pytest tests/engine/test_kernels_rows.py tests/engine/test_kernels_attention.py tests/engine/test_kernels_hopper.py \
+	    tests/engine/test_cuda_steps.py tests/engine/test_cuda_smollm2.py; \
 	else echo "no CUDA GPU: skipped"; fi
 
 # The native kernels without Python: plain, under sanitizers, for aarch64 under qemu (minutes of compiling).

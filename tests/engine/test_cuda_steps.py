@@ -59,6 +59,22 @@ def test_distributions_equal_transformers(tmp_path, name):
     runs.close()
 
 
+@pytest.mark.parametrize("name", ["llama-mha", "qwen2"])
+def test_products_that_add_to_the_residual_stream_change_nothing(tmp_path, name, monkeypatch):
+    from headrace.engine.cuda import decoder
+
+    model, folder = tiny_model(tmp_path, name)
+    monkeypatch.setattr(decoder, "ADDED_ROWS", 1)
+    runs = engine(folder)
+    sequence = runs.add([random.Random(1).randrange(3, VOCAB) for _ in range(13)], logprobs=VOCAB)
+    runs.step([(sequence, 7)])
+    runs.step([(sequence, 6)])
+    runs.step([(sequence, 1)])
+    wanted = reference(model, sequence.tokens).numpy()
+    assert np.abs(dense(sequence.logprobs) - wanted[12:-1]).max() < TOLERANCE
+    runs.close()
+
+
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("cuda"), "qwen2")
@@ -125,6 +141,16 @@ def test_a_broken_row_fails_alone_and_slots_are_clean_afterwards(qwen):
         best = reference(model, sequence.tokens).argmax(-1).tolist()
         assert sequence.generated == best[len(sequence.prompt) - 1 : -1]
     runs.close()
+
+
+def test_attention_of_others_is_refused_by_name(qwen):
+    from headrace.base.errors import InvalidInput
+
+    _, folder = qwen
+    config = EngineConfig(model=str(folder), backend="cuda", attention="flashinfer")
+    with pytest.raises(InvalidInput, match="flashinfer") as refusal:
+        BACKEND.load(locate(str(folder)), config)
+    assert refusal.value.field == "attention"
 
 
 def test_shared_prefixes_are_found_and_change_nothing(qwen, monkeypatch):

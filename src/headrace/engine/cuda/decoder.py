@@ -34,6 +34,8 @@ OWN_SHAPE = {"block_n": 32, "num_warps": 1, "stages": 3}
 SHORT_TILE = 64
 """Queries of a prompt tile in steps with few prompt tokens; their cached keys may be cut among programs."""
 SPLIT_TILES, PREFILL_SPLITS = 8, 4
+ADDED_ROWS = 1024
+"""From so many rows on a product adds to the residual stream itself; for fewer, the library's kernels that add are slower."""
 PACKED_ROWS = 64
 """Rows (queries times heads of a KV head) in a tile of shared-prefix attention."""
 
@@ -355,10 +357,11 @@ class Decoder:
         up = self._cut(0, rows, len(w.up))
         activated = self._cut(up.numel(), rows, mlp.intermediate)
         scale = self._spec.residual_scale
+        added = rows >= ADDED_ROWS
         add_norm(x, pending, w.attn_norm, h, self._eps, post_weight=post, scale=scale, pdl=self._pdl)
         self._linear(h, w.qkv, w.qkv_bias, qkv)
         self._attend(i, a, w, qkv, attended, step, pdl=self._pdl)
-        if w.post_attn_norm is None and w.out_bias is None:
+        if added and w.post_attn_norm is None and w.out_bias is None:
             self._added(x, attended, w.out, scale)
             add_norm(x, None, w.mlp_norm, h, self._eps, pdl=self._pdl)
         else:
@@ -366,7 +369,7 @@ class Decoder:
             add_norm(x, h, w.mlp_norm, h, self._eps, post_weight=w.post_attn_norm, scale=scale, pdl=self._pdl)
         self._linear(h, w.up, w.up_bias, up)
         activate(up, activated, mlp.activation, gated=mlp.gated, pdl=self._pdl)
-        if w.post_mlp_norm is None and w.down_bias is None:
+        if added and w.post_mlp_norm is None and w.down_bias is None:
             self._added(x, activated, w.down, scale)
             return None, None
         self._linear(activated, w.down, w.down_bias, h)
