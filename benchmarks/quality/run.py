@@ -3,7 +3,8 @@
     python benchmarks/quality/run.py smollm2-135m native
     python benchmarks/quality/table.py
 
-Weights vary with the first KV format that the backend offers, then KV with the first weights. Nothing else may run on the machine meanwhile.
+Weights vary with the first KV format that the backend offers, then KV with the first weights. Nothing else may run on the
+machine meanwhile.
 """
 
 from __future__ import annotations
