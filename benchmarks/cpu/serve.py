@@ -48,12 +48,15 @@ def engines(a: argparse.Namespace) -> list[Engine]:
     return found
 
 
-def ratio(ours: list[float], theirs: list[float], more_is_better: bool) -> dict[str, float]:
-    """How many times better ours is, paired by repeat, with a 95 % interval."""
+def ratio(ours: list[float], theirs: list[float], more_is_better: bool) -> dict[str, float | None]:
+    """How many times better ours is, paired by repeat, with a 95 % interval (none from a single repeat)."""
     logs = [math.log(o / t if more_is_better else t / o) for o, t in zip(ours, theirs, strict=True)]
     mean, n = statistics.fmean(logs), len(logs)
-    half = student.ppf(0.975, n - 1) * statistics.stdev(logs) / math.sqrt(n) if n > 1 else math.inf
-    return {"value": math.exp(mean), "low": math.exp(mean - half), "high": math.exp(mean + half)}
+    if n == 1:
+        return {"value": round(math.exp(mean), 3), "low": None, "high": None}
+    half = student.ppf(0.975, n - 1) * statistics.stdev(logs) / math.sqrt(n)
+    ends = {"value": mean, "low": mean - half, "high": mean + half}
+    return {key: round(math.exp(at), 3) for key, at in ends.items()}
 
 
 def main() -> None:
@@ -137,7 +140,7 @@ def summary(raw: list[dict[str, object]], quiet_cores: float) -> dict[str, objec
                 row[figure]
             )  # type: ignore[call-overload]
     medians = {w: {e: statistics.median(v.values()) for e, v in of.items()} for w, of in kept.items()}
-    ratios: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
+    ratios: dict[str, dict[str, dict[str, dict[str, float | None]]]] = {}
     for work, of in kept.items():
         more = MEASURE[work][1]
         for ours in (e for e in of if e.startswith("headrace")):
@@ -145,7 +148,7 @@ def summary(raw: list[dict[str, object]], quiet_cores: float) -> dict[str, objec
                 both = sorted(of[ours].keys() & of[peer].keys())
                 if both:
                     pair = ratio([of[ours][r] for r in both], [of[peer][r] for r in both], more)
-                    ratios.setdefault(work, {}).setdefault(ours, {})[peer] = {k: round(v, 3) for k, v in pair.items()}
+                    ratios.setdefault(work, {}).setdefault(ours, {})[peer] = pair
     repeats = {w: {e: len(v) for e, v in of.items()} for w, of in kept.items()}
     left_out = {"quiet_cores": quiet_cores, "left_out": disturbed, "repeats": repeats}
     return {
