@@ -66,7 +66,7 @@ async def main() -> None:
     a.out.mkdir(parents=True, exist_ok=True)
     record = {
         "command": f"python benchmarks/bench_accuracy/overhead.py --repeats {a.repeats}",
-        "host": {"system": platform.platform(), "cores": os.cpu_count()},
+        "host": {"system": f"{platform.system()} {platform.release().split('-')[0]}", "cores": os.cpu_count()},
         "note": "best of up to three attempts each, as the headroom check takes it; server and client on the same cores",
         "results": results,
     }

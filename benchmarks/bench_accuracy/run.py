@@ -193,7 +193,7 @@ def main() -> None:
     a.out.mkdir(parents=True, exist_ok=True)
     record = {
         "command": " ".join(["python", "benchmarks/bench_accuracy/run.py", f"--repeats {a.repeats}"]),
-        "host": {"system": platform.platform(), "cores": os.cpu_count()},
+        "host": {"system": f"{platform.system()} {platform.release().split('-')[0]}", "cores": os.cpu_count()},
         "disturbed": sum((r.get("foreign_cores") or 0.0) >= NOTICEABLE_CORES for r in results),
         "left_out": [name for name in ("guidellm", "aiperf") if name not in tools],
         "scenarios": {s.name: s.what for s in SCENARIOS},

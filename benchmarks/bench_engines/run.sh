@@ -7,7 +7,7 @@
 # step failed: start it again, and it goes on where it stopped.
 set -euo pipefail
 LLAMA=${LLAMA:-llama/llama-server} GGUF=${GGUF:-models/smollm2-Q4_0.gguf} PAIRS=${PAIRS:-4} OUT=${OUT:-records}
-REQUESTS=${REQUESTS:-32} IDLE_WAIT=${IDLE_WAIT:-600}
+REQUESTS=${REQUESTS:-96} IDLE_WAIT=${IDLE_WAIT:-600}
 OURS="headrace:context=2048,threads=2" NAIVE="naive:context=2048,threads=2"
 THEIRS="llama-cpp:bin=$LLAMA,slots=8,context=2048,threads=2,flash_attention=on"
 AZURE="--workload azure-conv --scale ${AZURE_SCALE:-0.25} --requests $REQUESTS --concurrency 8"

@@ -50,7 +50,7 @@ def machine() -> dict[str, object]:
     return {
         "cpu": cpu,
         "cpus": len(os.sched_getaffinity(0)),
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.release().split('-')[0]}",
         "load_1m": os.getloadavg()[0],
     }
 

@@ -326,7 +326,11 @@ def _host() -> dict[str, str]:
         processor = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         pass
-    return {"processor": processor, "cores": str(os.cpu_count()), "system": f"{platform.system()} {platform.release()}"}
+    return {
+        "processor": processor,
+        "cores": str(os.cpu_count()),
+        "system": f"{platform.system()} {platform.release().split('-')[0]}",
+    }
 
 
 __all__ = ["InvalidRun", "Watch", "resume", "run", "sum_up", "write_records"]
