@@ -445,3 +445,58 @@ def test_the_result_counts_bytes(tmp_path):
     assert result.bytes_after == sum(p.stat().st_size for p in (tmp_path / "out").glob("*.safetensors"))
     assert result.bytes_after < 0.5 * result.bytes_before
     assert isinstance(result, posttraining.Result)
+
+
+@pytest.mark.model
+def test_a_gguf_file_is_quantized_into_a_folder_that_transformers_and_we_load(tmp_path):
+    """Rows in Hugging Face's order, a config that describes the file, tokenizer and template: the same tokens and nearly
+    the distribution of the file itself."""
+    from headrace import LLM
+    from headrace.text.load import load_template, load_tokenizer
+
+    files = locate("smollm2-135m")
+    out = tmp_path / "out"
+    result = quantize(files, "int8", "rtn", out)
+    assert len(result.losses) == 30
+    written = locate(str(out))
+    tokenizer, other = load_tokenizer(files), load_tokenizer(written)
+    text = "It was the best of times, it was the worst of times: 1,234 naïve cafés."
+    tokens = tokenizer.encode(text)
+    assert other.encode(text) == tokens
+    messages = [{"role": "user", "content": "Hello"}]
+    assert load_template(written, other).render(messages) == load_template(files, tokenizer).render(messages)
+    assert set(written.spec().eos_token_ids) >= set(files.spec().eos_token_ids)
+    config = transformers.CompressedTensorsConfig(dequantize=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(out, quantization_config=config, dtype=torch.float32)
+    with torch.inference_mode():
+        theirs = model.eval()(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    picked = []
+    for name in ("smollm2-135m", str(out)):
+        engine = Engine.of(name, threads=1, max_model_len=128)
+        s = engine.add(tokens, prompt_logprobs=1, logprobs=1, max_tokens=1)
+        engine.generate([s], 1)
+        picked.append(np.array([entry.logprob for entry in s.prompt_logprobs]))
+        engine.close()
+    taken = theirs[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
+    # transformers dequantizes into the folder's fp16, we into fp32.
+    np.testing.assert_allclose(picked[1], taken, atol=2e-2, rtol=0)
+    assert np.abs(picked[0] - picked[1]).mean() < 0.05
+    with LLM(str(out), max_model_len=64, threads=1) as llm:
+        assert llm.info.vocab_size == files.spec().vocab_size
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_a_config_written_for_a_gguf_file_says_what_the_file_does(tmp_path, architecture):
+    """A tiny folder → its geometry as a GGUF header would have it → config → geometry."""
+    from dataclasses import replace
+
+    from headrace.engine.quant import originals
+    from headrace.spec.hf import spec_from_hf
+
+    _, folder = tiny_model(tmp_path, architecture, **WIDTHS)
+    spec = locate(str(folder)).spec()
+    written = spec_from_hf(originals._CONFIGS[spec.model_type](spec))
+    originals._compare(spec, written)
+    other = replace(spec, layers=(replace(spec.layers[0], num_norms=3), *spec.layers[1:]))
+    with pytest.raises(HeadraceError, match="layer 0"):
+        originals._compare(other, written)

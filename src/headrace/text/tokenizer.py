@@ -79,6 +79,11 @@ class Tokenizer:
         backend.decoder = decoders.ByteLevel()
         return cls(backend)
 
+    def to_json(self) -> str:
+        """The vocabulary as the text of a `tokenizer.json`, which `from_folder` and other libraries read."""
+        text: str = self._backend.to_str(pretty=False)
+        return text
+
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Ids of a text.
 

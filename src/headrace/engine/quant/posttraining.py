@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,35 +27,15 @@ from headrace.engine.quant.formats import Format, Packed, form
 from headrace.engine.quant.journal import Journal
 from headrace.engine.quant.methods import METHODS
 from headrace.engine.quant.methods._contract import Inputs, LayerWork, Method, Settings
+from headrace.engine.quant.originals import Original, original
 from headrace.engine.quant.policy import Policy, layer_of
 from headrace.engine.weights.names import Names
 from headrace.engine.weights.safetensors import SafetensorsSource, checkpoint_paths
 from headrace.spec.locate import ModelFiles
 from headrace.spec.model import ModelSpec, MoE
 
-_TORCH = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-}
 _INDEX = "model.safetensors.index.json"
 _ENDS = "ends"
-_COPIED = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,53 +79,46 @@ def quantize(
     policy = policy or Policy()
     chosen, how = form(weights), METHODS.get(method)
     settings = settings or Settings()
-    source = _source(files)
-    spec = files.spec()
-    _refuse(files, spec, source, chosen, how, method, calibration)
-    dtype = _dtype(source, spec)
-    chosen = chosen.with_scales(dtype)
-    by_layer = _by_layer(source, spec)
+    source = original(files)
+    _refuse(source.spec, chosen, how, method, calibration)
+    chosen = chosen.with_scales(source.dtype)
+    by_layer = _by_layer(source)
     quantized = {
         name for names in by_layer for name in names if _is_matrix(source, name) and policy.keeps(_module(name)) is None
     }
     if not quantized:
         raise InvalidInput("the policy leaves nothing to quantize", field="weights")
     export.refuse(chosen, {name: source.shape(name) for name in sorted(quantized)})
-    journal = Journal(out, _identity(files, source, chosen, method, settings, policy, calibration))
+    journal = Journal(out, _identity(source, chosen, method, settings, policy, calibration))
     try:
-        run = _Run(files, spec, source, chosen, how, settings, dtype, out, journal, calibration)
+        run = _Run(source, chosen, how, settings, out, journal, calibration)
         losses = run.layers(by_layer, quantized, report)
         run.ends({name for names in by_layer for name in names})
         run.finish(policy, quantized)
     finally:
         journal.close()
-    return Result(out, _file_bytes(checkpoint_paths(files.root)), _file_bytes(checkpoint_paths(out)), tuple(losses))
+    return Result(out, source.nbytes, _file_bytes(checkpoint_paths(out)), tuple(losses))
 
 
 class _Run:
     def __init__(
         self,
-        files: ModelFiles,
-        spec: ModelSpec,
-        source: SafetensorsSource,
+        source: Original,
         chosen: Format,
         method: Method,
         settings: Settings,
-        dtype: torch.dtype,
         out: Path,
         journal: Journal,
         calibration: CalibrationText | None,
     ) -> None:
-        self._files = files
-        self._spec = spec
         self._source = source
+        self._spec = source.spec
         self._form = chosen
         self._method = method
         self._settings = settings
-        self._dtype = dtype
         self._out = out
         self._journal = journal
-        self._names: Names = MODELS.get(spec.model_type).hf
+        self._names: Names = MODELS.get(source.spec.model_type).hf
         self._calibration = calibration if method.calibrated else None
         self._plain: list[str] = []
 
@@ -186,11 +158,11 @@ class _Run:
         for name in names:
             if name in packed:
                 module = _module(name)
-                stored |= {f"{module}.{k}": v for k, v in export.tensors(packed[name], self._dtype).items()}
+                stored |= {f"{module}.{k}": v for k, v in export.tensors(packed[name], self._source.dtype).items()}
             elif work.tensors[name] is original[name]:
-                stored[name] = self._raw(name)
+                stored[name] = self._source.raw(name)
             else:
-                stored[name] = work.tensors[name].to(self._raw(name).dtype)
+                stored[name] = work.tensors[name].to(self._source.raw(name).dtype)
                 work.tensors[name] = stored[name].float()
         loss = _loss(work, packed)
         self._write(part, stored, loss=loss)
@@ -201,7 +173,7 @@ class _Run:
         if _ENDS in self._journal.done:
             self._check(_ENDS)
             return
-        self._write(_ENDS, {name: self._raw(name) for name in self._source.names() if name not in inside})
+        self._write(_ENDS, {name: self._source.raw(name) for name in self._source.names() if name not in inside})
 
     def finish(self, policy: Policy, quantized: set[str]) -> None:
         """Index, tokenizer and, last of all, the config, whose presence says that the folder is whole."""
@@ -210,14 +182,12 @@ class _Run:
             where |= dict.fromkeys(line["tensors"], _file(part))
         total = sum(int(line["bytes"]) for line in self._journal.done.values())
         write_atomic(self._out / _INDEX, json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2))
-        for name in _COPIED:
-            if (self._files.root / name).is_file():
-                shutil.copyfile(self._files.root / name, self._out / name)
+        self._source.write_rest(self._out)
         linear = [n for n in self._source.names() if n not in quantized and _is_matrix(self._source, n)]
         ignored = [_module(n) for n in linear if "embed" not in n]
         if self._spec.tied_embeddings and "lm_head" not in ignored:
             ignored.append("lm_head")
-        config = dict(self._files.config())
+        config = dict(self._source.config)
         config["quantization_config"] = export.quantization_config(self._form, ignored)
         write_atomic(self._out / "config.json", json.dumps(config, indent=2))
 
@@ -225,13 +195,6 @@ class _Run:
         table = self._source.rows(f"{self._names.embedding}.weight")
         hidden = torch.from_numpy(np.array(table.read(tokens.reshape(-1)))).view(*tokens.shape, -1)
         return hidden * self._spec.embedding_scale
-
-    def _raw(self, name: str) -> torch.Tensor:
-        kind = self._source.dtype(name)
-        if kind not in _TORCH:
-            raise UnsupportedModel(f"tensor {name!r} has type {kind}", field=name)
-        array = np.array(self._source.codes(name))
-        return torch.from_numpy(array).view(_TORCH[kind])
 
     def _write(self, part: str, stored: dict[str, torch.Tensor], **facts: Any) -> None:
         from safetensors.torch import save_file
@@ -264,21 +227,7 @@ class _Run:
         return {name: torch.from_numpy(np.array(source.read(name))) for name in names}
 
 
-def _refuse(
-    files: ModelFiles,
-    spec: ModelSpec,
-    source: SafetensorsSource,
-    chosen: Format,
-    how: Method,
-    method: str,
-    calibration: CalibrationText | None,
-) -> None:
-    if files.config().get("quantization_config"):
-        raise InvalidInput(
-            f"{files.name} is quantized already ({spec.checkpoint_precision})",
-            field="model",
-            remedy="give the unquantized model",
-        )
+def _refuse(spec: ModelSpec, chosen: Format, how: Method, method: str, calibration: CalibrationText | None) -> None:
     if (reason := unsupported(spec)) is not None:
         raise UnsupportedModel(f"this model cannot be quantized: {reason}", field="model_type")
     sparse = any(isinstance(layer.mlp, MoE) for layer in spec.layers)
@@ -290,23 +239,8 @@ def _refuse(
         raise InvalidInput("the calibration text has tokens beyond the vocabulary", field="calibrate")
 
 
-def _source(files: ModelFiles) -> SafetensorsSource:
-    if files.kind != "hf" or not files.weights:
-        raise InvalidInput(
-            f"{files.name} is not a folder with safetensors weights",
-            field="model",
-            remedy="give a Hugging Face folder; GGUF files are quantized already",
-        )
-    return SafetensorsSource(checkpoint_paths(files.root))
-
-
-def _dtype(source: SafetensorsSource, spec: ModelSpec) -> torch.dtype:
-    """The type that readers of the folder will compute in, and so keep scales in."""
-    return {"fp32": torch.float32, "fp16": torch.float16}.get(spec.checkpoint_precision, torch.bfloat16)
-
-
-def _by_layer(source: SafetensorsSource, spec: ModelSpec) -> list[list[str]]:
-    found: list[list[str]] = [[] for _ in spec.layers]
+def _by_layer(source: Original) -> list[list[str]]:
+    found: list[list[str]] = [[] for _ in source.spec.layers]
     for name in source.names():
         layer = layer_of(name)
         if 0 <= layer < len(found) and not name.endswith("rotary_emb.inv_freq"):
@@ -317,7 +251,7 @@ def _by_layer(source: SafetensorsSource, spec: ModelSpec) -> list[list[str]]:
     return found
 
 
-def _is_matrix(source: SafetensorsSource, name: str) -> bool:
+def _is_matrix(source: Original, name: str) -> bool:
     return name.endswith(".weight") and len(source.shape(name)) == 2
 
 
@@ -343,8 +277,7 @@ def _loss(work: LayerWork, packed: dict[str, Packed]) -> float:
 
 
 def _identity(
-    files: ModelFiles,
-    source: SafetensorsSource,
+    source: Original,
     chosen: Format,
     method: str,
     settings: Settings,
@@ -352,13 +285,9 @@ def _identity(
     calibration: CalibrationText | None,
 ) -> dict[str, Any]:
     """What must be the same for a run to be continued."""
-    digest = hashlib.sha256()
-    for path in checkpoint_paths(files.root):
-        stat = path.stat()
-        digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     text = "" if calibration is None else hashlib.sha256(calibration.tokens.tobytes()).hexdigest()[:16]
     return {
-        "model": digest.hexdigest()[:16],
+        "model": source.identity(),
         "weights": chosen.name,
         "method": method,
         "calibrate": text,
