@@ -18,10 +18,12 @@ from headrace.engine.executors.native import BACKEND as NATIVE
 from headrace.engine.executors.torch import BACKEND as TORCH
 from headrace.engine.launch import choose_backend
 from headrace.engine.quant.formats import form
+from headrace.engine.weights.dequantize import dequantize
 from headrace.engine.weights.open import open_weights
 from headrace.engine.weights.quantized import QuantizedSource
 from headrace.spec.accounting import weight_bytes
 from headrace.spec.config import EngineConfig
+from headrace.spec.ggml import GGML_TYPES_BY_NAME
 from headrace.spec.locate import locate
 
 WIDTHS = {"hidden_size": 64, "intermediate_size": 128}
@@ -362,6 +364,39 @@ def test_the_torch_backend_takes_over_and_says_why(tmp_path):
     assert any("native passed over" in note and "int4_g32_asym" in note for note in notes)
     with pytest.raises(UnsupportedModel, match="int4_g32_asym"):
         choose_backend(EngineConfig(model=str(folder), backend="native"), files)
+
+
+@pytest.mark.parametrize("kind", ["gptq", "ct-int4", "gptq-8bit"])
+def test_symmetric_groups_are_ggml_blocks_without_loss(tmp_path, kind):
+    _, folder, values = quantized(tmp_path, kind)
+    source = source_of(folder)
+    for name in values:
+        stored = source.stored(name)
+        if not source.is_packed(name):
+            continue
+        assert stored.kind == ("q8_0" if kind == "gptq-8bit" else "q4_0")
+        out = np.empty((stored.rows, stored.columns), np.float32)
+        dequantize(np.ascontiguousarray(stored.data).reshape(-1), GGML_TYPES_BY_NAME[stored.kind], out)
+        np.testing.assert_array_equal(out, source.read(name))
+
+
+@pytest.mark.parametrize("case", ["llama", "phi3", "gemma3"])
+@pytest.mark.parametrize("kind", ["gptq", "ct-int4", "gptq-8bit"])
+def test_native_serves_symmetric_groups_as_they_are(tmp_path, kind, case):
+    pytest.importorskip("headrace_native")
+    model, folder, _ = quantized(tmp_path, kind, case)
+    files = locate(str(folder))
+    config = EngineConfig(model=str(folder), threads=1, kv="fp32", options=(("activations", "fp32"),))
+    assert NATIVE.unavailable(files, config) is None
+    engine = Engine(NATIVE.load(files, config), block_tokens=16)
+    try:
+        s = engine.add(list(range(3, 40)), prompt_logprobs=VOCAB)
+        engine.generate([s], 1)
+        np.testing.assert_allclose(dense(s.prompt_logprobs), reference(model, s.prompt)[:-1], atol=2e-3, rtol=0)
+        (weights,) = engine.model.memory()[:1]
+        assert weights.predicted_bytes == weights.actual_bytes
+    finally:
+        engine.close()
 
 
 def test_weights_that_native_has_not_are_left_to_torch(tmp_path):

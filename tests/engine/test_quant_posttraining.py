@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from headrace.engine.quant.journal import NAME as JOURNAL
 from headrace.engine.quant.journal import Journal
 from headrace.engine.quant.methods import METHODS, awq, gptq
 from headrace.engine.quant.methods._contract import Inputs, LayerWork, Settings
+from headrace.engine.quant.originals import original
 from headrace.engine.quant.posttraining import quantize
 from headrace.engine.weights.open import open_weights
 from headrace.engine.weights.safetensors import SafetensorsSource, checkpoint_paths
@@ -432,7 +434,9 @@ def test_the_verb_quantizes_continues_and_what_it_wrote_generates(tmp_path, caps
     with pytest.raises(SystemExit) as ended:
         main(["generate", str(out), "--prompt", "It was", "--max-tokens", "4", "--temperature", "0", "--json"])
     assert not ended.value.code
-    assert json.loads(capsys.readouterr().out)["backend"] == "torch"
+    # Symmetric groups are blocks of the native backend, where that is built.
+    expected = "torch" if find_spec("headrace_native") is None else "native"
+    assert json.loads(capsys.readouterr().out)["backend"] == expected
     with pytest.raises(SystemExit) as ended:
         main([*arguments[:-1], str(tmp_path / "other"), "--weights", "nf4"])
     assert ended.value.code == 2
@@ -456,7 +460,7 @@ def test_a_gguf_file_is_quantized_into_a_folder_that_transformers_and_we_load(tm
 
     files = locate("smollm2-135m")
     out = tmp_path / "out"
-    result = quantize(files, "int8", "rtn", out)
+    result = quantize(files, "int8-g32", "rtn", out)
     assert len(result.losses) == 30
     written = locate(str(out))
     tokenizer, other = load_tokenizer(files), load_tokenizer(written)
@@ -471,7 +475,12 @@ def test_a_gguf_file_is_quantized_into_a_folder_that_transformers_and_we_load(tm
     with torch.inference_mode():
         theirs = model.eval()(torch.tensor([tokens])).logits[0].log_softmax(-1)
     picked = []
-    for name in ("smollm2-135m", str(out)):
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    seen = original(files)
+    save_file({name: seen.raw(name) for name in seen.names()}, plain / "model.safetensors")
+    (plain / "config.json").write_text(json.dumps(seen.config))
+    for name in ("smollm2-135m", str(out), str(plain)):
         engine = Engine.of(name, threads=1, max_model_len=128)
         s = engine.add(tokens, prompt_logprobs=1, logprobs=1, max_tokens=1)
         engine.generate([s], 1)
@@ -480,7 +489,8 @@ def test_a_gguf_file_is_quantized_into_a_folder_that_transformers_and_we_load(tm
     taken = theirs[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
     # transformers dequantizes into the folder's fp16, we into fp32.
     np.testing.assert_allclose(picked[1], taken, atol=2e-2, rtol=0)
-    assert np.abs(picked[0] - picked[1]).mean() < 0.05
+    assert np.abs(picked[0] - picked[2]).max() < 0.02  # fp16 instead of the file's own values
+    assert np.abs(picked[0] - picked[1]).mean() < 0.1
     with LLM(str(out), max_model_len=64, threads=1) as llm:
         assert llm.info.vocab_size == files.spec().vocab_size
 

@@ -10,7 +10,7 @@ from headrace.base.errors import InvalidInput, UnsupportedModel
 from headrace.base.registry import Registry
 from headrace.spec.families._config import Config
 from headrace.spec.model import ModelSpec
-from headrace.spec.quantization import checkpoint_format
+from headrace.spec.quantization import checkpoint_format, dtype_precision
 
 FAMILIES = Registry("headrace.spec.families", "build", kind="model_type")
 
@@ -40,6 +40,7 @@ def spec_from_hf(config: Mapping[str, Any], name: str = "") -> ModelSpec:
         spec,
         checkpoint_precision=precision,
         unquantized_parts=unquantized,
+        plain_precision=dtype_precision(text),
         eos_token_ids=tuple(eos),
         bos_token_id=bos[0],
         source="config.json",

@@ -211,6 +211,7 @@ class ModelSpec:
     `model_type` is Hugging Face's; it selects the engine's model file. `norm_offset`: RMSNorm multiplies by (1 + w) (Gemma).
     `extra_parameters`: counted parameters outside the standard parts, by name (e.g. per-layer embeddings); a name that ends
     in `_embeddings` is a lookup table, the rest is multiplied by every token.
+    `plain_precision`: what a quantized checkpoint stores the parts in that it leaves alone.
     `mtp_layers`: multi-token-prediction layers shipped in the checkpoint and needed only for speculation.
     """
 
@@ -236,6 +237,7 @@ class ModelSpec:
     extra_parameters: tuple[tuple[str, int], ...] = ()
     checkpoint_precision: str = "bf16"
     unquantized_parts: tuple[str, ...] = ()
+    plain_precision: str = "bf16"
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     source: str = field(default="", compare=False)

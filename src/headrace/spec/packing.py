@@ -18,6 +18,9 @@ from headrace.spec.tensors import weights
 if TYPE_CHECKING:
     from headrace.spec.gguf import GGUFHeader
 
+BLOCK_KINDS = {f"int{bits}_g{size}": kind for bits, kind in ((4, "q4_0"), (8, "q8_0")) for size in (32, 64, 128)}
+"""Formats of checkpoints whose groups are, without loss, blocks of a ggml type: symmetric, with scales in fp16."""
+
 TILE = 16
 GROUP = 32
 SUPER = 8
@@ -114,16 +117,24 @@ def aligned(count: int) -> int:
 def packed_weight_bytes(spec: ModelSpec, wanted: str, header: GGUFHeader | None = None) -> int:
     """Bytes of all weights as the native backend allocates them: matrices packed and aligned, vectors in fp32.
 
-    Without a GGUF header every matrix is taken to be stored in the checkpoint's precision.
+    Without a GGUF header every matrix is taken to be stored in the checkpoint's precision; of a quantized checkpoint, those
+    of the parts that it leaves alone in its plain one.
     """
     if header is not None:
         return sum(_file_tensors(spec, wanted, header))
-    stored = {"fp32": "f32", "fp16": "f16"}.get(spec.checkpoint_precision, "bf16")
+    from headrace.spec.accounting import UNQUANTIZED_PARTS
+
+    blocks = BLOCK_KINDS.get(spec.checkpoint_precision)
+    plain = spec.checkpoint_precision if blocks is None else spec.plain_precision
+    kept = UNQUANTIZED_PARTS | frozenset(spec.unquantized_parts)
     total = 0
     for w in weights(spec, mtp=False):
         if len(w.shape) == 1:
             total += w.copies * 4 * w.shape[0]
         else:
+            stored = {"fp32": "f32", "fp16": "f16"}.get(plain, "bf16")
+            if blocks is not None and w.linear and not kept & {w.role, f"{w.role}@{w.layer}"}:
+                stored = blocks
             form = packing(stored, wanted, _role(w.role))
             total += w.copies * aligned(form.nbytes(*w.shape))
     return total

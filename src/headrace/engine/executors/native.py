@@ -12,6 +12,7 @@ from headrace.engine.backend import Formats
 from headrace.engine.models._support import unsupported
 from headrace.spec.config import EngineConfig
 from headrace.spec.locate import ModelFiles
+from headrace.spec.tensors import weights
 
 if TYPE_CHECKING:
     from headrace.engine.native.model import NativeModel
@@ -56,11 +57,19 @@ class NativeBackend:
 
 def _not_packed(files: ModelFiles, config: EngineConfig) -> str | None:
     """Why weights of this precision have no packed form here; the torch backend knows them all."""
-    from headrace.spec.packing import WEIGHTS
+    from headrace.spec.packing import BLOCK_KINDS, GROUP, WEIGHTS
 
     quantization = files.config().get("quantization_config") if files.kind == "hf" else None
     if quantization and config.load_format != "dummy":
-        return f"the checkpoint is quantized ({files.spec().checkpoint_precision}), which it cannot repack without loss"
+        from headrace.engine.weights.quantized import no_reader
+
+        spec = files.spec()
+        if (reason := no_reader(quantization)) is not None:
+            return reason
+        if spec.checkpoint_precision not in BLOCK_KINDS:
+            return f"the checkpoint is quantized ({spec.checkpoint_precision}), which it cannot repack without loss"
+        if any(w.linear and w.shape[-1] % GROUP for w in weights(spec, mtp=False)):
+            return f"the checkpoint is quantized and has matrices whose inputs are not a multiple of {GROUP}"
     # A backend that was asked for by name says itself what it takes.
     if config.backend == "auto" and config.weights not in WEIGHTS:
         return f"it has no packed form of weights {config.weights}"

@@ -9,11 +9,13 @@ import numpy as np
 
 from headrace.base.errors import CorruptCheckpoint, InvalidInput, UnsupportedModel
 from headrace.engine.quant.arrays import QuantArrays
+from headrace.engine.quant.blocks import as_blocks
 from headrace.engine.quant.policy import Policy, part_of
 from headrace.engine.quant.readers import READERS
 from headrace.engine.weights.safetensors import SafetensorsSource
 from headrace.engine.weights.source import Floats, Rows, Stored
 from headrace.spec.families._config import Config
+from headrace.spec.packing import BLOCK_KINDS
 from headrace.spec.quantization import ignored_modules
 
 _MATRIX_PARTS = ("attention", "mixer", "mlp", "experts", "shared_experts")
@@ -81,6 +83,8 @@ class QuantizedSource:
     def stored(self, name: str) -> Stored:
         if name not in self._matrices:
             return self._raw.stored(name)
+        if self.form in BLOCK_KINDS:
+            return as_blocks(self.packed(name))
         return Stored.of_floats(np.ascontiguousarray(self.read(name)))
 
     def _targets_everything(self, config: Config) -> bool:
