@@ -146,7 +146,14 @@ def test_a_command_that_is_told_to_end_stops_what_it_started(url: str, tmp_path:
         sys.executable, "-m", "headrace.cli.main", "bench", "run", "--target", f"llama-cpp:bin={server}", "--model", "x.gguf",
         "--no-headroom", "--requests", "10000", "--concurrency", "2", "--osl", "2", "--out", str(out),
     ]  # fmt: skip
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        line,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell starts background jobs with SIGINT ignored, which would be inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     while not ((out / "records.jsonl").exists() and (out / "records.jsonl").read_bytes()):
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
