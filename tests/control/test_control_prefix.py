@@ -341,3 +341,15 @@ def test_no_prefix_never_matches():
     assert none.publish("", encode([1, 2, 3]), 3, table, None) == (None, [])
     hit = none.match("", encode([1, 2, 3]), 3)
     assert (hit.length, hit.tables) == (0, ((), ()))
+
+
+def test_whole_blocks_only() -> None:
+    """A tree that must not share a part of a block neither keeps nor finds one."""
+    pool = BlockPool(8)
+    tree = PrefixTree(pool, Demand(layout((None,), 4)), EVICTION.get("lru")(), whole_blocks=True)
+    tokens = encode(range(10))
+    tree.publish("", tokens, 10, [pool.allocate(3)], None)
+    assert tree.match("", tokens, 10).length == 8
+    assert tree.match("", tokens, 7).length == 4
+    hit = tree.match("", encode([*range(6), 99, 98, 97]), 9)
+    assert (hit.length, hit.tail) == (4, None)

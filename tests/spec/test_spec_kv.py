@@ -129,10 +129,18 @@ def test_sparse_mla_counts_scales_and_indexer_keys() -> None:
     assert accounting.kv_bytes_per_token(plain, "fp8") == 60 * 576
 
 
-def test_quantized_kv_counts_a_scale_per_token_and_head() -> None:
+def test_quantized_kv_counts_its_scales() -> None:
+    """INT8 per token and head; INT4 so for values, and for keys per channel of 32 tokens."""
     spec = spec_from_hf(MISTRAL)
     assert accounting.kv_bytes_per_token(spec, "int8") == 32 * 8 * 2 * (128 + 2)
-    assert accounting.kv_bytes_per_token(spec, "int4") == 32 * 8 * 2 * (64 + 4)
+    assert accounting.kv_bytes_per_token(spec, "int4") == 32 * 8 * ((64 + 128 * 4 // 32) + (64 + 4))
+    layout = accounting.cache_layout(spec, "int4", 32)
+    assert layout.bytes_per_block == 32 * 32 * 8 * (80 + 68)
+    assert layout.whole_blocks
+    assert not accounting.cache_layout(spec, "int8", 32).whole_blocks
+    assert (accounting.default_block_tokens("int8"), accounting.default_block_tokens("int4")) == (16, 32)
+    assert accounting.kv_staging_bytes(spec, "int4", 64, "fp16") == 64 * 32 * 32 * 8 * 128 * 2
+    assert accounting.kv_staging_bytes(spec, "int8", 64, "fp16") == 0
 
 
 def test_one_kind_of_layer_is_one_group() -> None:

@@ -1,13 +1,13 @@
 """The prefix cache: a radix tree over namespace and token ids whose edges are blocks of the pool.
 
-Matching is exact to the token. A match may end inside a block; the caller then copies that block and goes on writing
-in the copy, so a cached token's KV is written once and never changes while it is cached.
+Matching is exact to the token, or with `whole_blocks` to the block. A match may end inside a block; the caller then copies
+that block and goes on writing in the copy, so a cached token's KV is written once and never changes while it is cached.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 from typing import Protocol
@@ -129,9 +129,10 @@ class PrefixTree:
 
     enabled = True
 
-    def __init__(self, pool: BlockPool, demand: Demand, eviction: Eviction) -> None:
+    def __init__(self, pool: BlockPool, demand: Demand, eviction: Eviction, *, whole_blocks: bool = False) -> None:
         self.publications = 0
         self._pool = pool
+        self._whole_blocks = whole_blocks
         self._block_tokens = demand.block_tokens
         self._stride = demand.block_tokens * TOKEN_BYTES
         self._groups = range(demand.num_groups)
@@ -167,8 +168,12 @@ class PrefixTree:
             at += stride
         if self._windows:
             return self._longest_valid(root, path, key, end)
-        tail, shared = next(node.by_common_prefix(key[at : min(at + stride, end)]), (None, 0))
+        tail, shared = next(self._tails(node, key[at : min(at + stride, end)]), (None, 0))
         return self._hit(path, tail, shared)
+
+    def _tails(self, node: Node, rest: bytes) -> Iterator[tuple[Node, int]]:
+        """Blocks behind `node` that can be shared in part, the longest part first."""
+        return iter(()) if self._whole_blocks else node.by_common_prefix(rest)
 
     def _longest_valid(self, root: Node, path: list[Node], key: bytes, end: int) -> Hit:
         """Shorten a token match until every sliding group has its window: from the deepest place upwards."""
@@ -183,7 +188,7 @@ class PrefixTree:
         for depth in range(len(path), -1, -1):
             node = path[depth - 1] if depth else root
             at = depth * self._stride
-            for tail, shared in node.by_common_prefix(key[at : min(at + self._stride, end)]):
+            for tail, shared in self._tails(node, key[at : min(at + self._stride, end)]):
                 length = depth * self._block_tokens + shared
                 whole = all(tail.blocks[g] >= 0 or window == 1 for g, window in self._windows)
                 if whole and length >= valid_from[depth]:
@@ -264,7 +269,7 @@ class PrefixTree:
 
     def _publish_tail(self, node: Node, rest: bytes, position: int, tables: Tables) -> None:
         """Publish the begun block after the whole ones, unless there is nothing in it or it is known already."""
-        if not rest:
+        if not rest or self._whole_blocks:
             return
         longer = node.extension_of(rest)
         if longer is not None:

@@ -101,7 +101,9 @@ class Scheduler:
         self._admission: Admission = ADMISSION.get(config.admission)()
         eviction = EVICTION.get(config.eviction)()
         self._prefix: PrefixCache = (
-            PrefixTree(self._pool, self._demand, eviction) if config.prefix_caching else NoPrefix(layout.num_groups)
+            PrefixTree(self._pool, self._demand, eviction, whole_blocks=layout.whole_blocks)
+            if config.prefix_caching
+            else NoPrefix(layout.num_groups)
         )
         self._tables = BlockTables(self._pool, self._prefix, self._demand, config.max_batched_tokens)
         self._watermark_blocks = int(config.watermark * num_blocks)

@@ -263,9 +263,7 @@ def _mixer_cache(mixer: Mixer, kv: str, state: str, conv: str | None) -> LayerCa
             if mixer.kv_source is not None:
                 return None
             stored = kv_precision(kv)
-            per_token = mixer.num_kv_heads * (
-                stored.vector_bytes(mixer.head_dim) + stored.vector_bytes(mixer.value_dim)
-            )
+            per_token = mixer.num_kv_heads * stored.token_bytes(mixer.head_dim, mixer.value_dim)
             kind: CacheKind = "full" if mixer.window is None else "chunked" if mixer.chunked else "sliding"
             return LayerCache(kind, per_token, mixer.window, mixer.chunked)
         case LatentAttention():
@@ -402,9 +400,7 @@ def cache_layout(spec: ModelSpec, kv: str, block_tokens: int) -> CacheLayout:
             window = mixer.window if mixer.window is not None and mixer.window < spec.max_context else None
             by_window.setdefault(window, []).append(i)
             stored = kv_precision(kv)
-            per_token = mixer.num_kv_heads * (
-                stored.vector_bytes(mixer.head_dim) + stored.vector_bytes(mixer.value_dim)
-            )
+            per_token = mixer.num_kv_heads * stored.token_bytes(mixer.head_dim, mixer.value_dim)
             shapes.add((mixer.num_kv_heads, mixer.head_dim, mixer.value_dim, per_token, 0))
         elif isinstance(mixer, LatentAttention):
             by_window.setdefault(None, []).append(i)
@@ -431,7 +427,24 @@ def cache_layout(spec: ModelSpec, kv: str, block_tokens: int) -> CacheLayout:
         kv_precision=kv_precision(kv).name,
         bytes_per_block=size * block_tokens * (token_bytes + index_bytes),
         index_bytes_per_token=index_bytes,
+        whole_blocks=kv_precision(kv).key_group > 0,
     )
+
+
+def default_block_tokens(kv: str) -> int:
+    """Tokens of a block where nobody says: 16, or what the format's groups of keys need."""
+    return max(16, kv_precision(kv).key_group)
+
+
+def kv_staging_bytes(spec: ModelSpec, kv: str, max_num_seqs: int, activation_precision: str) -> int:
+    """Keys of unfinished groups, one per sequence and layer, kept as they are computed until their scales are known."""
+    group = kv_precision(kv).key_group
+    elements = sum(
+        layer.mixer.num_kv_heads * layer.mixer.head_dim
+        for layer in spec.layers
+        if isinstance(layer.mixer, Attention) and layer.mixer.kv_source is None
+    )
+    return precision(activation_precision).nbytes((max_num_seqs * group * elements,)) if group else 0
 
 
 def group_size(counts: Sequence[int]) -> int:

@@ -26,7 +26,8 @@ class CacheLayout:
     Block `b`, slot `s` stores keys and values of the s-th layer of whichever group owns the block:
     `num_kv_heads` x `block_tokens` x (`head_dim` keys + `value_dim` values) of `kv_precision`, plus scales if it has any.
     MLA is one head of `head_dim` = latent + rotary key without values; `index_bytes_per_token` is what a sparse indexer keeps
-    beside it per layer. `bytes_per_block` is for all `layers_per_group` slots and is what one block really allocates.
+    beside it per layer. `whole_blocks`: a block that is not full yet must not be shared, since what it holds changes until it is.
+    `bytes_per_block` is for all `layers_per_group` slots and is what one block really allocates.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -38,6 +39,7 @@ class CacheLayout:
     kv_precision: str
     bytes_per_block: int
     index_bytes_per_token: int = 0
+    whole_blocks: bool = False
 
     @property
     def num_groups(self) -> int:

@@ -177,12 +177,21 @@ class KVPrecision:
     """How keys and values are cached: one head's vector of one token is `bits` per element plus `head_bytes` of scales.
 
     `fp8` has one scale per tensor, outside the cache. `int8` keeps an fp16 scale, `int4` an fp16 scale and an fp16 minimum,
-    per token and head. MLA latents count as one head.
+    per token and head. With a `key_group`, keys have these per channel instead, for so many neighbouring tokens together.
+    MLA latents count as one head's values.
     """
 
     name: str
     bits: int
     head_bytes: int = 0
+    key_group: int = 0
+
+    def token_bytes(self, key_dim: int, value_dim: int) -> int:
+        """Bytes of one head's key and value of a token; of a key's group, the token's share."""
+        if not self.key_group:
+            return self.vector_bytes(key_dim) + self.vector_bytes(value_dim)
+        key = ceil_div(key_dim * self.bits, 8) + ceil_div(key_dim * self.head_bytes, self.key_group)
+        return key + self.vector_bytes(value_dim)
 
     def vector_bytes(self, dim: int) -> int:
         """Bytes of one head's vector of `dim` elements; 0 for a vector that is not stored."""
@@ -197,7 +206,7 @@ KV_PRECISIONS: dict[str, KVPrecision] = {
         KVPrecision("bf16", 16),
         KVPrecision("fp8", 8),
         KVPrecision("int8", 8, head_bytes=2),
-        KVPrecision("int4", 4, head_bytes=4),
+        KVPrecision("int4", 4, head_bytes=4, key_group=32),
     )
 }
 
