@@ -170,7 +170,8 @@ void add_layer(PyModel& m, const nb::dict& d) {
 }
 
 void set_kv(PyModel& m, Bytes pool, int type, int slots, int64_t blocks, int block_tokens, int kv_heads, int head_dim, int value_dim, int groups) {
-  require(type >= 0 && type <= 2, "kv type: unknown");
+  require(type >= 0 && type <= 4, "kv type: unknown");
+  require(type != 4 || block_tokens % kKeyGroup == 0, "block_tokens: 4-bit keys need a multiple of 32");
   require(block_tokens % 16 == 0 && block_tokens > 0 && block_tokens <= kMostHeads, "block_tokens: not a multiple of 16");
   require(kv_heads > 0 && kv_heads <= kMostHeads && slots > 0 && slots <= kMostHeads && groups > 0 && groups <= kMostHeads, "kv_heads, slots, groups: out of range");
   require(head_dim > 0 && head_dim <= 1024 && value_dim > 0 && value_dim <= 1024, "head_dim: above 1024");
@@ -181,8 +182,7 @@ void set_kv(PyModel& m, Bytes pool, int type, int slots, int64_t blocks, int blo
   p.kv_heads = kv_heads;
   p.head_dim = head_dim;
   p.value_dim = value_dim;
-  const int64_t scales = p.type == KvType::s8 ? (int64_t)kv_heads * block_tokens * 4 : 0;
-  p.block_stride = (int64_t)kv_heads * block_tokens * (head_dim + value_dim) * p.element() + scales;
+  p.block_stride = p.bytes((int64_t)kv_heads * block_tokens * (head_dim + value_dim)) + p.scale_bytes();
   require((int64_t)pool.shape(0) % p.block_stride == 0 && (int64_t)pool.shape(0) / p.block_stride == blocks * slots, "pool: wrong number of bytes");
   for (const auto& l : m.model.layers) {
     require(l.slot >= 0 && l.slot < slots && l.group >= 0 && l.group < groups, "layer: group or slot out of range");
@@ -194,13 +194,25 @@ void set_kv(PyModel& m, Bytes pool, int type, int slots, int64_t blocks, int blo
     m.model.kv.push_back(p);
   }
   m.model.kv_blocks = blocks;
+  m.model.staging = nullptr;
   m.num_groups = groups;
   m.kept.push_back(nb::cast(pool));
 }
 
+// Where the keys of unfinished groups of a 4-bit cache are kept, for `slots` sequences.
+void set_staging(PyModel& m, Bytes staging, int64_t slots) {
+  require(!m.model.kv.empty() && m.model.kv[0].type == KvType::u4, "staging: only a 4-bit KV pool has one");
+  const KvPool& p = m.model.kv[0];
+  const int64_t each = 4 * (int64_t)p.kv_heads * p.head_dim * kKeyGroup * (int64_t)m.model.layers.size();
+  require(slots > 0 && (int64_t)staging.shape(0) % slots == 0 && (int64_t)staging.shape(0) / slots == each, "staging: wrong size");
+  require(reinterpret_cast<uintptr_t>(staging.data()) % alignof(float) == 0, "staging: not aligned");
+  m.model.staging = reinterpret_cast<float*>(staging.data());
+  m.model.staging_slots = slots;
+  m.kept.push_back(nb::cast(staging));
+}
+
 // Checked here, so that nothing out of range ever reaches the kernels.
-void step(PyModel& m, Ints tokens, Ints row_start, Ints context, Tables tables, nb::list cos, nb::list sin, Ints outputs, Bytes broken) {
-  Batch b;
+void run_step(PyModel& m, Batch& b, Ints tokens, Ints row_start, Ints context, Tables tables, nb::list cos, nb::list sin, Ints outputs, Bytes broken) {
   const auto& c = m.model.config();
   require(!m.model.kv.empty() && m.model.embedding.data != nullptr, "step: no KV pool, or no embedding and head");
   b.rows = tokens.shape(0);
@@ -247,6 +259,30 @@ void step(PyModel& m, Ints tokens, Ints row_start, Ints context, Tables tables, 
   b.broken = broken.data();
   nb::gil_scoped_release release;
   m.model.step(b);
+}
+
+void step(PyModel& m, Ints tokens, Ints row_start, Ints context, Tables tables, nb::list cos, nb::list sin, Ints outputs, Bytes broken) {
+  require(m.model.kv.empty() || m.model.kv[0].type != KvType::u4, "step: a 4-bit KV pool needs slots and restored");
+  Batch b;
+  run_step(m, b, tokens, row_start, context, tables, cos, sin, outputs, broken);
+}
+
+// The step of a 4-bit cache. `slots` [sequences], no slot twice; `restored` [groups * sequences].
+void step_grouped(PyModel& m, Ints tokens, Ints row_start, Ints context, Tables tables, nb::list cos, nb::list sin, Ints outputs, Bytes broken, Ints slots, Bytes restored) {
+  require(m.model.staging != nullptr && !m.model.kv.empty() && m.model.kv[0].type == KvType::u4, "step: no staging, or not a 4-bit KV pool");
+  const int64_t sequences = (int64_t)row_start.shape(0) - 1;
+  require((int64_t)slots.shape(0) == sequences, "slots: wrong length");
+  require((int64_t)restored.shape(0) == m.num_groups * sequences, "restored: wrong length");
+  std::vector<bool> taken(m.model.staging_slots, false);
+  for (int64_t s = 0; s < sequences; s++) {
+    const int32_t slot = slots.data()[s];
+    require(slot >= 0 && slot < m.model.staging_slots && !taken[slot], "slots: out of range, or one twice");
+    taken[slot] = true;
+  }
+  Batch b;
+  b.slots = slots.data();
+  b.restored = restored.data();
+  run_step(m, b, tokens, row_start, context, tables, cos, sin, outputs, broken);
 }
 
 template <class T>
@@ -396,6 +432,9 @@ NB_MODULE(_native, mod) {
       })
       .def("step", &step, nb::arg("tokens").noconvert(), nb::arg("row_start").noconvert(), nb::arg("context").noconvert(), nb::arg("tables").noconvert(), nb::arg("cos"), nb::arg("sin"), nb::arg("outputs").noconvert(), nb::arg("broken").noconvert(),
            "Run all layers. broken[sequences] is set to 1 where keys or values are not finite or do not fit the cache's type.")
+      .def("step", &step_grouped, nb::arg("tokens").noconvert(), nb::arg("row_start").noconvert(), nb::arg("context").noconvert(), nb::arg("tables").noconvert(), nb::arg("cos"), nb::arg("sin"), nb::arg("outputs").noconvert(), nb::arg("broken").noconvert(),
+           nb::arg("slots").noconvert(), nb::arg("restored").noconvert(), "The same over a 4-bit KV pool: each sequence's place in the staging, and whether it must be filled from the pool, per group.")
+      .def("set_staging", &set_staging, nb::arg("staging").noconvert(), nb::arg("slots"), "Where a 4-bit KV pool's keys of unfinished groups are kept, fp32 [layers][slots][kv_heads][head_dim][32].")
       .def("logits", [](PyModel& m, int64_t first, OutRows out) {
         const int64_t count = out.shape(0);
         require(first >= 0 && first + count <= m.model.outputs(), "logits: rows out of range");

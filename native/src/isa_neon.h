@@ -31,6 +31,24 @@ inline F load_s8(const void* p) {
   return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), vcvtq_f32_s32(vmovl_high_s16(low)), vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))),
            vcvtq_f32_s32(vmovl_high_s16(high))}};
 }
+inline F load_u4(const void* p) {  // 16 numbers in 8 bytes, the first eight low
+  const uint8x8_t b = vld1_u8((const uint8_t*)p);
+  const uint16x8_t low = vmovl_u8(vand_u8(b, vdup_n_u8(15))), high = vmovl_u8(vshr_n_u8(b, 4));
+  return {{vcvtq_f32_u32(vmovl_u16(vget_low_u16(low))), vcvtq_f32_u32(vmovl_high_u16(low)), vcvtq_f32_u32(vmovl_u16(vget_low_u16(high))),
+           vcvtq_f32_u32(vmovl_high_u16(high))}};
+}
+inline F load_e4m3(const void* p) {
+  const uint8x16_t b = vld1q_u8((const uint8_t*)p);
+  const uint16x8_t wide[2] = {vmovl_u8(vget_low_u8(b)), vmovl_high_u8(b)};
+  F r;
+  for (int i = 0; i < 2; i++) {
+    const uint16x8_t sign = vshlq_n_u16(vandq_u16(wide[i], vdupq_n_u16(0x80)), 8);
+    const uint16x8_t half = vorrq_u16(sign, vshlq_n_u16(vandq_u16(wide[i], vdupq_n_u16(0x7f)), 7));
+    r.v[2 * i] = vmulq_n_f32(vcvt_f32_f16(vreinterpret_f16_u16(vget_low_u16(half))), 256.0f);
+    r.v[2 * i + 1] = vmulq_n_f32(vcvt_f32_f16(vreinterpret_f16_u16(vget_high_u16(half))), 256.0f);
+  }
+  return r;
+}
 inline F load_u8(const void* p) {
   const uint8x16_t b = vld1q_u8((const uint8_t*)p);
   const uint16x8_t low = vmovl_u8(vget_low_u8(b)), high = vmovl_high_u8(b);

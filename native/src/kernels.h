@@ -7,30 +7,45 @@
 namespace headrace {
 
 enum class Activation : int { silu = 0, gelu_tanh = 1, gelu = 2, relu = 3, relu2 = 4 };
-enum class KvType : int { f16 = 0, f32 = 1, s8 = 2 };
+enum class KvType : int { f16 = 0, f32 = 1, s8 = 2, e4m3 = 3, u4 = 4 };
+
+// Tokens whose u4 keys share their scales, channel by channel.
+constexpr int kKeyGroup = 32;
 
 // One layer's part of a paged KV pool. Block b holds, for each KV head, keys [head_dim][block_tokens] (so that 16 tokens
 // of one dimension are one vector) and then values [block_tokens][value_dim]. s8 keeps one fp16 scale per token and head
-// for keys and one for values, after the codes of all heads.
+// for keys and one for values, after the codes of all heads; e4m3 has no scales. u4: 16 numbers are 8 bytes, the first eight in
+// the low halves; after the codes of all heads come for each head, by group of kKeyGroup tokens, [head_dim] steps and
+// [head_dim] minima of the keys, then for each head [block_tokens] steps and [block_tokens] minima of the values, fp16.
 struct KvPool {
   KvType type = KvType::f16;
   uint8_t* base = nullptr;  // first block of this layer
   int64_t block_stride = 0;
   int block_tokens = 16, kv_heads = 0, head_dim = 0, value_dim = 0;
 
-  int64_t element() const { return type == KvType::f32 ? 4 : type == KvType::f16 ? 2 : 1; }
-  uint8_t* keys(int64_t block, int head) const {
-    return base + block * block_stride + (int64_t)head * block_tokens * head_dim * element();
+  int64_t bytes(int64_t numbers) const {
+    return type == KvType::f32 ? 4 * numbers : type == KvType::f16 ? 2 * numbers : type == KvType::u4 ? numbers / 2 : numbers;
   }
+  int64_t scale_bytes() const {  // of a block
+    if (type == KvType::s8) return (int64_t)kv_heads * block_tokens * 4;
+    if (type == KvType::u4) return (int64_t)kv_heads * (block_tokens / kKeyGroup * head_dim + block_tokens) * 4;
+    return 0;
+  }
+  uint8_t* keys(int64_t block, int head) const { return base + block * block_stride + bytes((int64_t)head * block_tokens * head_dim); }
   uint8_t* values(int64_t block, int head) const {
-    return base + block * block_stride + (int64_t)kv_heads * block_tokens * head_dim * element() +
-           (int64_t)head * block_tokens * value_dim * element();
+    return base + block * block_stride + bytes((int64_t)kv_heads * block_tokens * head_dim + (int64_t)head * block_tokens * value_dim);
+  }
+  uint16_t* scales(int64_t block) const {
+    return reinterpret_cast<uint16_t*>(base + block * block_stride + bytes((int64_t)kv_heads * block_tokens * (head_dim + value_dim)));
   }
   uint16_t* key_scales(int64_t block, int head) const {  // s8 only, fp16 [block_tokens]
-    return reinterpret_cast<uint16_t*>(base + block * block_stride + (int64_t)kv_heads * block_tokens * (head_dim + value_dim)) +
-           (int64_t)head * block_tokens;
+    return scales(block) + (int64_t)head * block_tokens;
   }
-  uint16_t* value_scales(int64_t block, int head) const {
+  uint16_t* group_scales(int64_t block, int group, int head) const {  // u4 only: [head_dim] steps, then minima
+    return scales(block) + ((int64_t)head * (block_tokens / kKeyGroup) + group) * 2 * head_dim;
+  }
+  uint16_t* value_scales(int64_t block, int head) const {  // u4: then [block_tokens] minima
+    if (type == KvType::u4) return group_scales(block, 0, kv_heads) + (int64_t)head * 2 * block_tokens;
     return key_scales(block, kv_heads) + (int64_t)head * block_tokens;
   }
 };
@@ -49,6 +64,10 @@ struct AttentionItem {
   const float* sinks = nullptr;  // [group] or null
   const int32_t* table = nullptr;  // block ids by logical position
   int head = 0;
+  // u4 only: keys of the groups that the step writes to, as computed, [head_dim][kKeyGroup] each, the first one being group
+  // `own_first` of the sequence and the next `own_stride` floats further. A row sees its own group's there.
+  const float* own_keys = nullptr;
+  int64_t own_first = 0, own_stride = 0;
   // Only tokens of the segment [from, to) are looked at. With `partial`, what they give is left unnormalized for
   // `merge_segments`: per (row, head) value_dim sums, then the maximum and the sum of weights.
   int64_t from = 0, to = INT64_MAX;
@@ -80,7 +99,7 @@ struct Kernels {
   bool (*extremes)(const float* x, int64_t n, float* low, float* top);
   // out[i] = exp((x[i] - top) * factor)
   void (*exponentials)(const float* x, int64_t n, float top, float factor, float* out);
-  // Store keys [kv_heads * head_dim] and values of one token at (block, offset).
+  // Store keys [kv_heads * head_dim] and values of one token at (block, offset). Not for u4 (see kv4.h).
   void (*store_kv)(const KvPool& kv, int64_t block, int offset, const float* k, const float* v);
 };
 

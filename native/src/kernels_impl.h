@@ -266,6 +266,8 @@ template <KvType T>
 inline F load_kv(const uint8_t* p, int64_t element) {
   if constexpr (T == KvType::f16) return load_f16(p + element * 2);
   if constexpr (T == KvType::f32) return load((const float*)p + element);
+  if constexpr (T == KvType::e4m3) return load_e4m3(p + element);
+  if constexpr (T == KvType::u4) return load_u4(p + element / 2);
   return load_s8(p + element);
 }
 
@@ -284,6 +286,16 @@ static void score_blocks(const uint8_t* const* keys, int block_tokens, int head_
   }
 }
 
+// Scores of R pairs over the 16 tokens whose u4 keys begin at `keys`, of one group with these steps and minima per channel.
+template <int R>
+static void score_coded(const uint8_t* keys, int block_tokens, int head_dim, const float* steps, const float* minima, const float* const* q, F* s) {
+  for (int r = 0; r < R; r++) s[r] = zero();
+  for (int d = 0; d < head_dim; d++) {
+    const F k = fma(load_u4(keys + (int64_t)d * block_tokens / 2), set1(steps[d]), set1(minima[d]));
+    for (int r = 0; r < R; r++) s[r] = fma(k, set1(q[r][d]), s[r]);
+  }
+}
+
 // out[r][dims] += sum over tokens [from, to) of p[r][t] * V[t]; N vectors of 16 dims at `dim`, R rows.
 template <KvType T, int R, int N>
 static void mix_values(const KvPool& kv, const int32_t* table, int head, int64_t from, int64_t to, const float* const* p, int dim, F* acc) {
@@ -294,7 +306,7 @@ static void mix_values(const KvPool& kv, const int32_t* table, int head, int64_t
     const uint8_t* values = kv.values(table[block], head);
     if (R <= 4 && end < to && dim == 0) {
       const uint8_t* next = kv.values(table[block + 1], head);
-      for (int64_t i = 0; i < (int64_t)bt * dv * kv.element(); i += 64) __builtin_prefetch(next + i);
+      for (int64_t i = 0; i < kv.bytes((int64_t)bt * dv); i += 64) __builtin_prefetch(next + i);
     }
     for (; t < end; t++) {
       F v[N];
@@ -309,7 +321,7 @@ static void mix_values(const KvPool& kv, const int32_t* table, int head, int64_t
 
 template <KvType T, int R, int N>
 static void mix_rows(const KvPool& kv, const AttentionItem& it, const float* const* p, const int64_t* lo, const int64_t* hi,
-                     const float* factor, float* const* out) {
+                     const float* base, const float* factor, float* const* out) {
   int64_t common_lo = lo[0], common_hi = hi[0];
   for (int r = 1; r < R; r++) {
     common_lo = std::max(common_lo, lo[r]);
@@ -318,7 +330,7 @@ static void mix_rows(const KvPool& kv, const AttentionItem& it, const float* con
   if (common_hi < common_lo) common_hi = common_lo = std::min(common_lo, hi[0]);
   for (int dim = 0; dim < kv.value_dim; dim += 16 * N) {
     F acc[R * N];
-    for (auto& a : acc) a = zero();
+    for (int i = 0; i < R * N; i++) acc[i] = set1(base[i / N]);
     // Each row adds its tokens in ascending order, alone or with its mates, so grouping never changes a result. A token
     // outside a row's range is never read for it: what lies there may belong to nobody.
     if (common_lo < common_hi) {
@@ -371,15 +383,48 @@ static void attend(const KvPool& kv, const AttentionItem& it, int first_pair, fl
       top[r] = max(s[r], top[r]);
     }
   };
-  const auto keys_at = [&](int64_t t) { return kv.keys(it.table[t / bt], it.head) + t % bt * kv.element(); };
+  const auto keys_at = [&](int64_t t) { return kv.keys(it.table[t / bt], it.head) + kv.bytes(t % bt); };
   // Blocks lie anywhere, so the hardware does not foresee the next one; few rows would wait for memory at each.
   const auto foresee = [&](int64_t t) {
     if (R > 4 || t >= stop) return;
     const uint8_t* next = kv.keys(it.table[t / bt], it.head);
-    for (int64_t i = 0; i < bt * kv.head_dim * kv.element(); i += 64) __builtin_prefetch(next + i);
+    for (int64_t i = 0; i < kv.bytes((int64_t)bt * kv.head_dim); i += 64) __builtin_prefetch(next + i);
   };
   constexpr int B = R <= 4 ? 4 : 1;
   int64_t t = start;
+  if constexpr (T == KvType::u4) {
+    for (int64_t g = start / kKeyGroup; g * kKeyGroup < stop; g++) {
+      bool own = false, coded = false;
+      for (int r = 0; r < R; r++) {
+        const int64_t mine = (it.first_position + (first_pair + r) / it.group) / kKeyGroup;
+        own |= g == mine;
+        coded |= g < mine;
+      }
+      float steps[1024], minima[1024];
+      const int32_t block = it.table[g * kKeyGroup / bt];
+      if (coded) {
+        foresee((g + 1) * kKeyGroup);
+        const uint16_t* scales = kv.group_scales(block, (int)(g % (bt / kKeyGroup)), it.head);
+        for (int d = 0; d < kv.head_dim; d += 16) {
+          store(steps + d, load_f16(scales + d));
+          store(minima + d, load_f16(scales + kv.head_dim + d));
+        }
+      }
+      for (int64_t t = std::max(start, g * kKeyGroup); t < std::min(stop, (g + 1) * kKeyGroup); t += 16) {
+        F s[R], o[R];
+        for (auto& x : s) x = zero();
+        if (coded) score_coded<R>(keys_at(t), bt, kv.head_dim, steps, minima, q, s);
+        if (own) {
+          const uint8_t* keys[1] = {(const uint8_t*)(it.own_keys + (g - it.own_first) * it.own_stride + t % kKeyGroup)};
+          score_blocks<KvType::f32, R, 1>(keys, kKeyGroup, kv.head_dim, q, o);
+          for (int r = 0; r < R; r++)
+            if (g == (it.first_position + (first_pair + r) / it.group) / kKeyGroup) s[r] = o[r];
+        }
+        keep(t, s);
+      }
+    }
+    t = stop;
+  }
   for (; t + 16 * (B - 1) < stop; t += 16 * B) {
     const uint8_t* keys[B];
     for (int b = 0; b < B; b++) {
@@ -396,9 +441,10 @@ static void attend(const KvPool& kv, const AttentionItem& it, int first_pair, fl
     score_blocks<T, R, 1>(keys, bt, kv.head_dim, q, s);
     keep(t, s);
   }
-  float factor[R];
+  float factor[R], base[R];  // base: what a row's u4 values have in common
   for (int r = 0; r < R; r++) {
     const float m = max_lanes(top[r]);
+    F low = zero();
     const F mv = set1(m);
     F sum = zero();
     // From this row's own first vector on, so that the sum does not depend on the rows beside it.
@@ -407,11 +453,18 @@ static void attend(const KvPool& kv, const AttentionItem& it, int first_pair, fl
       sum = add(sum, e);
       if constexpr (T == KvType::s8) {
         store(p[r] + t, mul(e, load_f16(kv.value_scales(it.table[t / bt], it.head) + t % bt)));
+      } else if constexpr (T == KvType::u4) {
+        const uint16_t* scales = kv.value_scales(it.table[t / bt], it.head) + t % bt;
+        store(p[r] + t, mul(e, load_f16(scales)));
+        F part = mul(e, load_f16(scales + bt));
+        if (t < lo[r] || t + 16 > hi[r]) part = keep_lanes(part, (int)(lo[r] - t), (int)std::min<int64_t>(hi[r] - t, 16), 0.0f);
+        low = add(low, part);
       } else {
         store(p[r] + t, e);
       }
     }
     const float total = sum_lanes(sum);
+    base[r] = T == KvType::u4 ? sum_lanes(low) : 0.0f;
     if (it.partial != nullptr) {
       float* target = it.partial + (first_pair + r) * it.partial_stride;
       out[r] = target;
@@ -426,9 +479,9 @@ static void attend(const KvPool& kv, const AttentionItem& it, int first_pair, fl
   constexpr int half = R > 4 ? 4 : R;
   for (int r = 0; r < R; r += half) {
     if (kv.value_dim % 64 == 0)
-      mix_rows<T, half, 4>(kv, it, pc + r, lo + r, hi + r, factor + r, out + r);
+      mix_rows<T, half, 4>(kv, it, pc + r, lo + r, hi + r, base + r, factor + r, out + r);
     else
-      mix_rows<T, half, 1>(kv, it, pc + r, lo + r, hi + r, factor + r, out + r);
+      mix_rows<T, half, 1>(kv, it, pc + r, lo + r, hi + r, base + r, factor + r, out + r);
   }
 }
 
@@ -448,6 +501,8 @@ static void attention(const KvPool& kv, const AttentionItem& it, float* scratch)
     case KvType::f16: return attention_of<KvType::f16>(kv, it, scratch);
     case KvType::f32: return attention_of<KvType::f32>(kv, it, scratch);
     case KvType::s8: return attention_of<KvType::s8>(kv, it, scratch);
+    case KvType::e4m3: return attention_of<KvType::e4m3>(kv, it, scratch);
+    case KvType::u4: return attention_of<KvType::u4>(kv, it, scratch);
   }
 }
 
@@ -482,6 +537,9 @@ static void store_kv(const KvPool& kv, int64_t block, int offset, const float* k
         for (int i = 0; i < 16; i++) ((uint16_t*)keys)[(d + i) * bt + offset] = half[i];
       }
       for (int d = 0; d < dv; d += 16) store_f16((uint16_t*)values + (int64_t)offset * dv + d, load(vh + d));
+    } else if (kv.type == KvType::e4m3) {
+      for (int d = 0; d < dk; d++) keys[d * bt + offset] = float_to_e4m3(kh[d]);
+      for (int d = 0; d < dv; d++) values[(int64_t)offset * dv + d] = float_to_e4m3(vh[d]);
     } else {
       const auto code = [](const float* x, int n, uint16_t* scale, int8_t* out) {
         F top = zero(), broken = zero();

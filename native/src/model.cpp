@@ -5,6 +5,8 @@
 #include <limits>
 #include <numeric>
 
+#include "kv4.h"
+
 namespace headrace {
 namespace {
 constexpr int64_t kRowChunk = 64;     // rows of one GEMM item: enough to reuse a tile's weights, few enough to share out
@@ -126,9 +128,9 @@ void Model::attention(const Batch& b, const LayerWeights& l) {
   const int64_t q_size = (int64_t)l.heads * l.head_dim, k_size = (int64_t)l.kv_heads * l.head_dim;
   const KvPool& kv = this->kv[l.slot];
   const int32_t* tables = b.tables + (int64_t)l.group * b.sequences * b.table_width;
-  const float limit = kv.type == KvType::f32   ? std::numeric_limits<float>::infinity()
-                      : kv.type == KvType::f16 ? 65520.0f
-                                               : 127.0f * 65504.0f;
+  const float limit = kv.type == KvType::f16 || kv.type == KvType::u4 ? 65520.0f
+                      : kv.type == KvType::s8                         ? 127.0f * 65504.0f
+                                                                      : std::numeric_limits<float>::infinity();  // e4m3 saturates
   // Rotary embedding and the write of this step's keys and values, row by row; attention reads them after the barrier.
   const auto prepare = [&](int64_t r, int64_t seq) {
     float* row = qkv_.data() + r * N;
@@ -150,13 +152,20 @@ void Model::attention(const Batch& b, const LayerWeights& l) {
     for (int64_t i = 0; i < q_size; i++) row[i] *= l.scale;
     if (reaches(k, N - q_size, limit)) row_broken_[r] = 1;
     const int64_t position = b.context[seq] + (r - b.row_start[seq]);
-    k_->store_kv(kv, tables[seq * b.table_width + position / kv.block_tokens], (int)(position % kv.block_tokens), k, k + k_size);
+    const int64_t block = tables[seq * b.table_width + position / kv.block_tokens];
+    const int offset = (int)(position % kv.block_tokens);
+    if (kv.type == KvType::u4)
+      store_values4(kv, block, offset, k + k_size);
+    else
+      k_->store_kv(kv, block, offset, k, k + k_size);
   };
   std::vector<int32_t>& seq_of = slot_of_;
   fit(seq_of, b.rows);
   for (int64_t s = 0; s < b.sequences; s++)
     for (int64_t r = b.row_start[s]; r < b.row_start[s + 1]; r++) seq_of[r] = (int32_t)s;
   each_row(b.rows, [&](int64_t r) { prepare(r, seq_of[r]); });
+  std::vector<int64_t> own_from;
+  if (kv.type == KvType::u4) own_from = group_keys(b, l, kv, tables);
 
   // One item: up to kAttentionRows rows of one sequence, one KV head, one segment of the context.
   struct Part {
@@ -198,6 +207,11 @@ void Model::attention(const Batch& b, const LayerWeights& l) {
     a.softcap = l.softcap;
     a.sinks = l.sinks == nullptr ? nullptr : l.sinks + a.head * group;
     a.table = tables + p.sequence * b.table_width;
+    if (kv.type == KvType::u4) {
+      a.own_stride = k_size * kKeyGroup;
+      a.own_first = b.context[p.sequence] / kKeyGroup;
+      a.own_keys = own_.data() + own_from[p.sequence] * a.own_stride + (int64_t)a.head * l.head_dim * kKeyGroup;
+    }
     a.from = segment * kSegment;
     a.to = a.from + kSegment;
     if (p.partial >= 0) {
@@ -217,6 +231,55 @@ void Model::attention(const Batch& b, const LayerWeights& l) {
                          l.sinks == nullptr ? nullptr : l.sinks + h, att_.data() + (p.row + pair / group) * O + h * l.value_dim);
     }
   });
+}
+
+std::vector<int64_t> Model::group_keys(const Batch& b, const LayerWeights& l, const KvPool& kv, const int32_t* tables) {
+  struct Item {
+    int64_t sequence, group;
+    bool last;
+  };
+  std::vector<Item> items;
+  std::vector<int64_t> from(b.sequences), crossed;
+  for (int64_t s = 0; s < b.sequences; s++) {
+    from[s] = (int64_t)items.size();
+    const int64_t first = b.context[s], end = first + b.row_start[s + 1] - b.row_start[s];
+    for (int64_t g = first / kKeyGroup; g * kKeyGroup < end; g++) items.push_back({s, g, (g + 1) * kKeyGroup >= end});
+    if (first % kKeyGroup != 0 && (int64_t)items.size() - from[s] > 1) crossed.push_back(s);
+  }
+  const int64_t N = l.qkv.outputs(), q_size = (int64_t)l.heads * l.head_dim, size = (int64_t)l.head_dim * kKeyGroup;
+  const int per_block = kv.block_tokens / kKeyGroup;
+  float* staged_keys = staging + (&l - layers.data()) * staging_slots * l.kv_heads * size;
+  fit(own_, items.size() * l.kv_heads * size);
+  pool_->run((int64_t)items.size() * l.kv_heads, [&](int64_t item, int) {
+    const Item& i = items[item / l.kv_heads];
+    const int head = (int)(item % l.kv_heads);
+    const int64_t s = i.sequence, first = b.context[s], end = first + b.row_start[s + 1] - b.row_start[s];
+    const int64_t block = tables[s * b.table_width + i.group / per_block];
+    float* own = own_.data() + item * size;
+    float* staged = staged_keys + ((int64_t)b.slots[s] * l.kv_heads + head) * size;
+    const int64_t begin = i.group * kKeyGroup;
+    const int known = (int)std::max<int64_t>(0, first - begin);  // tokens of the group that earlier steps computed
+    if (known > 0) {
+      if (b.restored[l.group * b.sequences + s]) load_group4(kv, block, (int)(i.group % per_block), head, staged);
+      for (int d = 0; d < l.head_dim; d++) std::copy_n(staged + d * kKeyGroup, known, own + d * kKeyGroup);
+    }
+    // A token that is not there yet repeats the last one, which leaves the group's range as it is.
+    for (int t = known; t < kKeyGroup; t++) {
+      const int64_t position = std::min(begin + t, end - 1);
+      const float* k = qkv_.data() + (b.row_start[s] + position - first) * N + q_size + (int64_t)head * l.head_dim;
+      for (int d = 0; d < l.head_dim; d++) own[d * kKeyGroup + t] = k[d];
+    }
+    store_group4(kv, block, (int)(i.group % per_block), head, own);
+    if (i.last && (i.group == first / kKeyGroup || first % kKeyGroup == 0)) std::copy_n(own, size, staged);
+  });
+  // Where a chunk began inside one group and ended in another, what was staged had to be read before it is replaced.
+  if (!crossed.empty())
+    pool_->run((int64_t)crossed.size() * l.kv_heads, [&](int64_t item, int) {
+      const int64_t s = crossed[item / l.kv_heads], head = item % l.kv_heads;
+      const int64_t last = (s + 1 < b.sequences ? from[s + 1] : (int64_t)items.size()) - 1;
+      std::copy_n(own_.data() + (last * l.kv_heads + head) * size, size, staged_keys + ((int64_t)b.slots[s] * l.kv_heads + head) * size);
+    });
+  return from;
 }
 
 void Model::mlp(const LayerWeights& l, int64_t rows) {
@@ -438,7 +501,7 @@ void Model::copy_block(int64_t source, int64_t target) {
 
 size_t Model::buffer_bytes() const {
   const auto f = [](const auto& v) { return v.capacity() * sizeof(v[0]); };
-  size_t n = f(x_) + f(h_) + f(qkv_) + f(att_) + f(tmp_) + f(ff_) + f(router_) + f(moe_out_) + f(scratch_) + f(partial_);
+  size_t n = f(x_) + f(h_) + f(qkv_) + f(att_) + f(tmp_) + f(ff_) + f(router_) + f(moe_out_) + f(scratch_) + f(partial_) + f(own_);
   for (const QBuffer* q : {&qh_, &qa_, &qf_, &qe_}) n += f(q->data);
   return n;
 }

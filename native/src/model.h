@@ -62,6 +62,10 @@ struct Batch {
   std::vector<const float*> cos, sin;   // per rope table: [rows][rope_dim / 2]
   const int32_t* output_rows = nullptr;  // [outputs]
   int64_t outputs = 0;
+  // u4 caches only: each sequence's slot of the staging, and whether its keys of the group that it goes on in must first be
+  // staged from the cache, [groups][sequences].
+  const int32_t* slots = nullptr;
+  const uint8_t* restored = nullptr;
   uint8_t* broken = nullptr;  // [sequences], set to 1 where keys or values are not finite or too large for the cache
 };
 
@@ -75,6 +79,8 @@ class Model {
   const float* final_norm = nullptr;
   std::vector<KvPool> kv;  // per slot
   int64_t kv_blocks = 0;
+  float* staging = nullptr;  // u4 only: [layers][slots][kv_heads][head_dim][kKeyGroup] keys of unfinished groups
+  int64_t staging_slots = 0;
 
   // Runs all layers; the output rows' final hidden states stay here for `logits`, until the next step.
   void step(const Batch& b);
@@ -92,6 +98,8 @@ class Model {
   void tile_rows(const Matrix& m, int64_t tile, const float* x, int64_t ldx, const QRows& q, int64_t row0, int64_t rows, float* out, int64_t ldo) const;
   void embed(const Batch& b);
   void attention(const Batch& b, const LayerWeights& l);
+  // Keys of the groups that the step writes to: gathered in `own_`, coded, and staged. Returns where each sequence's begin.
+  std::vector<int64_t> group_keys(const Batch& b, const LayerWeights& l, const KvPool& kv, const int32_t* tables);
   void mlp(const LayerWeights& l, int64_t rows);
   void mixture(const LayerWeights& l, int64_t rows);
   void each_row(int64_t rows, const std::function<void(int64_t)>& body);
@@ -110,7 +118,7 @@ class Model {
   const Kernels* k_;
   std::shared_ptr<Pool> pool_;
   int64_t outputs_ = 0;
-  std::vector<float> x_, h_, qkv_, att_, tmp_, ff_, router_, moe_out_, scratch_, partial_;
+  std::vector<float> x_, h_, qkv_, att_, tmp_, ff_, router_, moe_out_, scratch_, partial_, own_;
   std::vector<int32_t> order_, expert_of_, slot_of_;
   std::vector<float> expert_weight_;
   std::vector<uint8_t> row_broken_;

@@ -137,6 +137,27 @@ inline uint16_t float_to_half(float f) {  // round to nearest even
   const uint32_t rounded = x + 0xfff + ((x >> 13) & 1);
   return sign | (uint16_t)((rounded - (112u << 23)) >> 13);
 }
+// E4M3: bias 7, no infinity. Its bits shifted into a half are that number over 256, subnormal ones too.
+inline float e4m3_to_float(uint8_t b) { return half_to_float((uint16_t)((b & 0x80) << 8 | (b & 0x7f) << 7)) * 256.0f; }
+inline uint8_t float_to_e4m3(float f) {  // round to nearest even; beyond 448 it is 448
+  uint32_t x;
+  std::memcpy(&x, &f, 4);
+  const uint8_t sign = (x >> 24) & 0x80;
+  x &= 0x7fffffff;
+  if (x > 0x7f800000) return sign | 0x7f;
+  if (x >= 0x43e00000) return sign | 0x7e;
+  if (x < 0x3c800000) {  // below 2^-6: multiples of 2^-9
+    float a;
+    std::memcpy(&a, &x, 4);
+    const float r = a * 512.0f;
+    uint32_t m = (uint32_t)r;
+    const float rest = r - (float)m;
+    if (rest > 0.5f || (rest == 0.5f && (m & 1))) m++;
+    return sign | (uint8_t)m;
+  }
+  const uint32_t rounded = x + 0x7ffff + ((x >> 20) & 1);
+  return sign | (uint8_t)((rounded - (120u << 23)) >> 20);
+}
 inline float bf16_to_float(uint16_t b) {
   const uint32_t bits = (uint32_t)b << 16;
   float out;

@@ -164,6 +164,8 @@ struct Network {
   std::vector<std::unique_ptr<Made>> matrices;
   std::vector<std::vector<float>> vectors;
   std::vector<uint8_t> pool;
+  std::vector<float> staging;
+  static constexpr int kSlots = 4;
   std::unique_ptr<Model> model;
   int vocab = 70, hidden = 64, head_dim = 32, blocks = 300;
 
@@ -218,13 +220,17 @@ struct Network {
     p.type = kv;
     p.kv_heads = 2;
     p.head_dim = p.value_dim = head_dim;
-    p.block_stride = 2 * 16 * 2 * head_dim * p.element() + (kv == KvType::s8 ? 2 * 16 * 4 : 0);
+    if (kv == KvType::u4) p.block_tokens = kKeyGroup;
+    p.block_stride = p.bytes(2 * p.block_tokens * 2 * head_dim) + p.scale_bytes();
     pool.assign(p.block_stride * blocks * 2, 0xff);  // NaN, should anything be read that was not written
     for (int s = 0; s < 2; s++) {
       p.base = pool.data() + s * blocks * p.block_stride;
       model->kv.push_back(p);
     }
     model->kv_blocks = blocks;
+    staging.assign(2 * kSlots * p.kv_heads * head_dim * kKeyGroup, std::nanf(""));
+    model->staging = staging.data();
+    model->staging_slots = kSlots;
   }
 
   struct Chunk {
@@ -249,7 +255,9 @@ struct Network {
       table.insert(table.end(), tables[c.sequence].begin(), tables[c.sequence].end());
     }
     for (size_t i = 0; i < tokens.size(); i++) outputs.push_back((int32_t)i);
-    std::vector<uint8_t> broken(chunks.size());
+    std::vector<uint8_t> broken(chunks.size()), restored(chunks.size());
+    std::vector<int32_t> slots;
+    for (const auto& c : chunks) slots.push_back(c.sequence);
     Batch b;
     b.rows = (int64_t)tokens.size();
     b.tokens = tokens.data();
@@ -263,6 +271,8 @@ struct Network {
     b.output_rows = outputs.data();
     b.outputs = b.rows;
     b.broken = broken.data();
+    b.slots = slots.data();
+    b.restored = restored.data();
     model->step(b);
     for (const uint8_t x : broken)
       if (x) fail("finite keys and values", "", x, 0);
@@ -392,7 +402,7 @@ int main(int argc, char** argv) {
     row_operations(*k, *kernels_scalar());
     sampling(*k);
     const bool slow = k == kernels_scalar();
-    for (const KvType kv : {KvType::f16, KvType::f32, KvType::s8})
+    for (const KvType kv : {KvType::f16, KvType::f32, KvType::s8, KvType::e4m3, KvType::u4})
       for (const bool experts : {false, true}) steps(k, kv, experts, brief || slow ? 560 : 1190);
     std::printf("%s: products, row operations, sampling and steps agree\n", k->name);
   }

@@ -370,7 +370,7 @@ def test_the_attention_backend_can_be_chosen(folder, engine, attention):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("weights", "int4"), ("kv", "fp8"), ("attention", "magic"), ("options", (("colour", "red"),))],
+    [("weights", "int3"), ("kv", "int3"), ("attention", "magic"), ("options", (("colour", "red"),))],
 )
 def test_what_is_not_supported_is_refused_by_name(folder, field, value):
     config = EngineConfig(model=str(folder), **{field: value})

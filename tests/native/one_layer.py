@@ -10,8 +10,11 @@ import numpy as np
 from headrace.engine.native.memory import buffer
 from headrace.spec.packing import PACKINGS
 
-KV = {"fp16": 0, "fp32": 1, "int8": 2}
-ELEMENT = {"fp16": 2, "fp32": 4, "int8": 1}
+KV = {"fp16": 0, "fp32": 1, "int8": 2, "fp8": 3, "int4": 4}
+ELEMENT = {"fp16": 2, "fp32": 4, "int8": 1, "fp8": 1, "int4": 0.5}
+GROUP = 32
+
+SLOTS = 8
 
 
 @dataclass
@@ -37,6 +40,8 @@ class Shape:
     weights: dict = field(default_factory=dict)
 
     def __post_init__(self):
+        if self.kv == "int4":
+            self.block_tokens = max(self.block_tokens, GROUP)
         rng = np.random.default_rng(self.seed)
 
         def draw(*shape, scale=0.2):
@@ -102,9 +107,15 @@ class Native:
         table = self.matrix(w["embedding"])
         self.model.set_ends(table, table, w["final_norm"])
         per_token = s.kv_heads * 2 * (s.head_dim * ELEMENT[s.kv] + (2 if s.kv == "int8" else 0))
-        self.kv = buffer(s.blocks * s.block_tokens * per_token)
+        if s.kv == "int4":
+            per_token += s.kv_heads * (s.head_dim * 4 / GROUP + 4)
+        self.kv = buffer(int(s.blocks * s.block_tokens * per_token))
         self.kv[:] = 0xFF  # NaN in every type: what was never written must never be read
         self.model.set_kv(self.kv, KV[s.kv], 1, s.blocks, s.block_tokens, s.kv_heads, s.head_dim, s.head_dim, 1)
+        if s.kv == "int4":
+            self.staging = buffer(4 * SLOTS * s.kv_heads * s.head_dim * GROUP)
+            self.staging.view(np.float32)[:] = np.nan
+            self.model.set_staging(self.staging, SLOTS)
 
     def matrix(self, values):
         form = PACKINGS["fp32"]
@@ -125,7 +136,10 @@ class Native:
         table = np.ascontiguousarray(tables[[i for i, _, _ in chunks]])[None]
         rows = np.arange(len(tokens), dtype=np.int32)
         broken = np.zeros(len(chunks), np.uint8)
-        self.model.step(tokens, starts, context, table, [cos], [sin], rows, broken)
+        staging = ()
+        if self.s.kv == "int4":  # a sequence is its own slot, and always goes on where it ended
+            staging = (np.array([i for i, _, _ in chunks], np.int32), np.zeros(len(chunks), np.uint8))
+        self.model.step(tokens, starts, context, table, [cos], [sin], rows, broken, *staging)
         assert not broken.any()
         out = np.empty((len(tokens), self.s.vocab), np.float32)
         self.model.logits(0, out)
@@ -143,7 +157,28 @@ def stored(x, kv):
     if kv == "int8":
         scale = (np.abs(x).max(-1, keepdims=True) / 127).astype(np.float16).astype(np.float64)
         return np.clip(np.rint(x / np.where(scale > 0, scale, 1)), -128, 127) * scale
+    if kv == "int4":
+        return coded_in_4_bits(x, -1)
+    if kv == "fp8":  # three bits of mantissa down to 2^-6, multiples of 2^-9 below
+        step = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(x), 2.0**-6))) - 3)
+        return np.clip(np.rint(x / step) * step, -448, 448)
     return x
+
+
+def coded_in_4_bits(x, axis):
+    """Minimum and step in fp16 along `axis`, 15 steps."""
+    least = x.min(axis, keepdims=True).astype(np.float16).astype(np.float64)
+    step = (np.maximum(x.max(axis, keepdims=True) - least, 0) / 15).astype(np.float16).astype(np.float64)
+    return np.clip(np.rint((x - least) / np.where(step == 0, 1, step)), 0, 15) * step + least
+
+
+def stored_keys(x, kv):
+    """Keys [tokens, heads, dim] as queries of other groups see them."""
+    if kv != "int4":
+        return stored(x, kv)
+    whole = len(x) // GROUP * GROUP
+    groups = coded_in_4_bits(x[:whole].reshape(-1, GROUP, *x.shape[1:]), 1)
+    return np.concatenate([groups.reshape(whole, *x.shape[1:]), x[whole:]])
 
 
 def reference(s: Shape, tokens) -> np.ndarray:
@@ -169,12 +204,16 @@ def reference(s: Shape, tokens) -> np.ndarray:
             part[..., :half], part[..., half:] = first.copy(), second.copy()
         return y
 
-    q, k = rotate(q), stored(rotate(k), s.kv)
+    q, own = rotate(q), rotate(k)
+    k = stored_keys(own, s.kv)
+    same_group = np.arange(n)[:, None] // GROUP == np.arange(n)[None] // GROUP
     v = stored(v, s.kv)
     group = s.heads // s.kv_heads
     attended = np.zeros((n, s.heads, d))
     for head in range(s.heads):
         scores = q[:, head] @ k[:, head // group].T * d**-0.5
+        if s.kv == "int4":
+            scores = np.where(same_group, q[:, head] @ own[:, head // group].T * d**-0.5, scores)
         if s.softcap:
             scores = s.softcap * np.tanh(scores / s.softcap)
         seen = np.arange(n)[:, None] - np.arange(n)[None]

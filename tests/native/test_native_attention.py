@@ -27,7 +27,7 @@ KINDS = {
     "norms-interleaved": Shape(qk_norm=True, interleaved=True),
     "blocks-of-32": Shape(block_tokens=32, blocks=40),
 }
-TOLERANCE = {"fp32": 2e-4, "fp16": 3e-3, "int8": 1e-2}
+TOLERANCE = {"fp32": 2e-4, "fp16": 3e-3, "int8": 1e-2, "fp8": 1e-2, "int4": 1e-2}
 
 
 def mixed_schedule(native: Native, sequences, rng: random.Random) -> list[np.ndarray]:

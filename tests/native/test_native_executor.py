@@ -35,6 +35,7 @@ from headrace.base.errors import InvalidInput
 from headrace.control.step import BlockAppend, BlockCopy, Chunk, StepPlan
 from headrace.engine.executors.native import BACKEND
 from headrace.engine.sampler.rows import NOT_FINITE
+from headrace.spec.accounting import default_block_tokens
 from headrace.spec.config import EngineConfig
 from headrace.spec.locate import locate
 
@@ -91,11 +92,11 @@ def test_a_copied_block_s_tail_is_not_trusted(poisoned):
 
 
 @pytest.mark.parametrize("weights", ["auto", "int8", "int4", "fp16", "bf16", "fp32"])
-@pytest.mark.parametrize("kv", ["fp16", "int8", "fp32"])
+@pytest.mark.parametrize("kv", ["fp16", "int8", "fp8", "int4", "fp32"])
 def test_predicted_bytes_are_the_real_ones(folder, weights, kv):
-    made = Engine.of(str(folder), weights=weights, kv=kv, threads=1)
+    made = Engine.of(str(folder), weights=weights, kv=kv, threads=1, block_tokens=default_block_tokens(kv))
     items = {i.name: i for i in made.model.memory()}
-    assert set(items) == {"weights", "kv_pool"}
+    assert set(items) == {"weights", "kv_pool", *(["kv_staging"] if kv == "int4" else [])}
     for item in items.values():
         assert item.predicted_bytes == item.actual_bytes > 0
     made.close()

@@ -22,7 +22,7 @@ from headrace.control.policies import EVICTION, ORDER
 from headrace.control.scheduler import Scheduler
 from headrace.control.step import Executor
 from headrace.engine.backend import Backend, Limits, LoadedModel
-from headrace.spec.accounting import cache_layout, kv_bytes_per_token
+from headrace.spec.accounting import cache_layout, default_block_tokens, kv_bytes_per_token
 from headrace.spec.cache import CacheLayout
 from headrace.spec.config import EngineConfig
 from headrace.spec.locate import ModelFiles, locate
@@ -32,7 +32,6 @@ log = logging.getLogger("headrace.engine")
 
 BACKENDS = Registry("headrace.engine.executors", "BACKEND", kind="backend")
 PREFERENCE = ("cuda", "native", "torch")
-DEFAULT_BLOCK_TOKENS = 16
 # On a CPU the pool competes with everything else on the machine, so by default it takes only what pays: a few GiB hold
 # dozens of conversations of a model small enough to be served there.
 CPU_POOL_BYTES = 2 * GIB
@@ -162,7 +161,9 @@ def _assemble(
     clock: Clock,
 ) -> EngineCore:
     defaults = _CPU if model.device == "cpu" else _GPU
-    layout = cache_layout(model.spec, model.kv_precision, config.block_tokens or DEFAULT_BLOCK_TOKENS)
+    layout = cache_layout(
+        model.spec, model.kv_precision, config.block_tokens or default_block_tokens(model.kv_precision)
+    )
     max_num_seqs = config.max_num_seqs or defaults.max_num_seqs
     longest = 0 if config.chunked_prefill else config.max_model_len or model.spec.max_context
     max_batched_tokens = config.max_batched_tokens or max(defaults.max_batched_tokens, max_num_seqs, longest)

@@ -21,12 +21,11 @@ from headrace.control.request import Sampling
 from headrace.control.step import BlockAppend, Chunk, Executor, SlotInit, StepPlan
 from headrace.engine.backend import Limits
 from headrace.engine.launch import choose_backend
-from headrace.spec.accounting import cache_layout
+from headrace.spec.accounting import cache_layout, default_block_tokens
 from headrace.spec.cache import CacheLayout
 from headrace.spec.config import EngineConfig
 from headrace.spec.locate import ModelFiles, locate
 
-BLOCK_TOKENS = 16
 _SLOT = 0
 
 
@@ -93,7 +92,9 @@ def load(config: EngineConfig, *, kv_cache: bool, files: ModelFiles | None = Non
     backend, _ = choose_backend(config, files)
     model = backend.load(files, config)
     longest = min(config.max_model_len or model.spec.max_context, model.spec.max_context)
-    layout = cache_layout(model.spec, model.kv_precision, config.block_tokens or BLOCK_TOKENS)
+    layout = cache_layout(
+        model.spec, model.kv_precision, config.block_tokens or default_block_tokens(model.kv_precision)
+    )
     blocks = layout.num_groups * ceil_div(longest, layout.block_tokens)
     executor = model.executor(layout, Limits(blocks, 1, longest, longest))
     return NaiveLoop(executor, layout, longest, kv_cache=kv_cache)

@@ -2,59 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from headrace.control.step import TokenLogprobs
-from headrace.engine.attention._contract import AttentionBackend, LayerCache
+from headrace.engine.attention._contract import AttentionBackend
 from headrace.engine.backend import Limits
 from headrace.engine.batch import Batch, Ints
+from headrace.engine.kv_formats import make_pool
 from headrace.engine.layers.context import StepContext
 from headrace.engine.layers.decoder import Decoder
 from headrace.engine.layers.rope import HeadBuffer, rotation_table
-from headrace.engine.memory import huge_pages
 from headrace.engine.sampler.rows import Rows, Sampled
 from headrace.engine.sampler.sampler import sample, token_logprobs
 from headrace.engine.sampler.state import SamplingState
 from headrace.spec.cache import CacheLayout
-
-
-class KVPool:
-    """The KV cache: `kv` [layers_per_group, blocks, block_tokens, 2 * kv_heads, head_dim], key heads before value heads.
-
-    Block b of a group holds, at index s of the first dimension, the group's s-th layer (`CacheLayout.place`). Memory is
-    not initialized: nothing is read that was not written, and tails of blocks are zeroed when they are begun.
-    """
-
-    def __init__(self, layout: CacheLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
-        shape = (
-            layout.layers_per_group,
-            num_blocks,
-            layout.block_tokens,
-            2 * layout.num_kv_heads,
-            layout.head_dim,
-        )
-        if device.type == "cpu":
-            pages = huge_pages(math.prod(shape) * dtype.itemsize)
-            self.kv = torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).view(shape)
-        else:
-            self.kv = torch.empty(shape, dtype=dtype, device=device)
-        self._tokens = self.kv.flatten(1, 2)
-
-    @property
-    def nbytes(self) -> int:
-        return self.kv.nbytes
-
-    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        to = self.kv.device
-        found = self.kv.index_select(1, torch.tensor(sources, device=to))
-        self.kv.index_copy_(1, torch.tensor(targets, device=to), found)
-
-    def zero(self, token_slots: np.ndarray) -> None:
-        self._tokens.index_fill_(1, torch.from_numpy(token_slots).to(self.kv.device), 0)
 
 
 class Runner:
@@ -66,21 +30,19 @@ class Runner:
         attention: AttentionBackend,
         layout: CacheLayout,
         limits: Limits,
-        kv_dtype: torch.dtype,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.vocab_size = decoder.spec.vocab_size
-        self.pool = KVPool(layout, limits.num_blocks, kv_dtype, device)
+        self.pool = make_pool(layout, limits, dtype, device, len(decoder.blocks))
         self._decoder = decoder
         self._attention = attention
         self._device = device
         self._dtype = dtype
-        self._kv_dtype = kv_dtype
         self._kept = torch.empty(0)
         places = [layout.place(i) for i in range(len(decoder.blocks))]
         self._group_of = [group for group, _ in places]
-        self._caches = [LayerCache(self.pool.kv[slot]) for _, slot in places]
+        self._caches = [self.pool.layer(i, slot, group) for i, (group, slot) in enumerate(places)]
         self._tables = [rotation_table(rope, limits.max_model_len, device) for rope in decoder.ropes]
         # Layers that attend alike share what a step prepares.
         self._shared: dict[tuple[int, int | None], list[int]] = {}
@@ -96,6 +58,7 @@ class Runner:
     def hidden(self, batch: Batch, rows: Ints) -> Ints:
         if len(batch.tail_slots):
             self.pool.zero(batch.tail_slots)
+        self.pool.begin(batch)
         hidden = self._decoder.hidden(self._context(batch))
         self._kept = hidden
         if len(rows) != len(hidden) or (np.diff(rows) != 1).any():
@@ -107,7 +70,7 @@ class Runner:
         return np.flatnonzero(~np.logical_and.reduceat(finite, batch.first_rows))
 
     def discard(self, blocks: Sequence[int]) -> None:
-        """Nothing to do: a block's next owner overwrites it or has its tail zeroed before it is read."""
+        self.pool.discard(blocks)
 
     def logits(self, first: int, count: int) -> torch.Tensor:
         return self._decoder.logits(self._kept[first : first + count])
@@ -126,7 +89,7 @@ class Runner:
         prepared: list = [None] * len(self._caches)
         for (group, _), layers in self._shared.items():
             kind = self._decoder.kinds[layers[0]]
-            ready = self._attention.prepare(batch.spans(group), kind, to, self._dtype, self._kv_dtype)
+            ready = self._attention.prepare(batch.spans(group), kind, to, self._dtype, self.pool.dtype)
             for i in layers:
                 prepared[i] = ready
         return StepContext(

@@ -13,6 +13,8 @@ from headrace.engine.attention import ATTENTION
 from headrace.engine.attention._contract import AttentionBackend
 from headrace.engine.backend import Formats, Limits, LogitsWatch
 from headrace.engine.grammars import Grammars
+from headrace.engine.kv_formats import names as kv_names
+from headrace.engine.kv_formats import pool_class
 from headrace.engine.layers.decoder import Decoder, build_decoder
 from headrace.engine.layers.linear import Linear, MappedEmbedding, tensorizer
 from headrace.engine.memory import available_bytes, keep_large_buffers, physical_cores
@@ -26,7 +28,7 @@ from headrace.engine.step_thread import ThreadExecutor
 from headrace.engine.steps import Steps
 from headrace.engine.weights.checkpoint import Checkpoint
 from headrace.engine.weights.open import open_weights
-from headrace.spec.accounting import activation_bytes, weight_bytes
+from headrace.spec.accounting import activation_bytes, kv_staging_bytes, weight_bytes
 from headrace.spec.cache import CacheLayout
 from headrace.spec.config import EngineConfig
 from headrace.spec.locate import ModelFiles
@@ -35,18 +37,17 @@ from headrace.text.grammar import GrammarTokens
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _WEIGHTS = ("fp32", "bf16")
-_KV = ("fp32", "bf16", "fp16")
 _OPTIONS = ("profile", "activations")
 
 
 def offered() -> Formats:
     """Weights and KV that this backend computes with."""
-    return Formats((*_WEIGHTS, *format_names()), _KV)
+    return Formats((*_WEIGHTS, *format_names()), kv_names())
 
 
 def load(files: ModelFiles, config: EngineConfig) -> TorchModel:
     """Read the weights and choose the attention backend. Raises CorruptCheckpoint, UnsupportedModel or InvalidInput."""
-    kv = _chosen("kv", config.kv, _KV)
+    kv = _chosen("kv", config.kv, kv_names())
     for name, _ in config.options:
         if name not in _OPTIONS:
             raise InvalidInput(
@@ -74,7 +75,7 @@ def load(files: ModelFiles, config: EngineConfig) -> TorchModel:
         loader = None if form is None else QuantLoader(checkpoint, form, policy_of(source), tensorize)
         decoder = build_decoder(spec, names, checkpoint, tensorize, device, dtype, threads, loader)
         predicted = weight_bytes(spec, computed).total if loader is None else loader.bytes_predicted(spec, computed)
-    attention = _attention(config.attention, decoder, device, dtype)
+    attention = _attention(config.attention, kv, decoder, device, dtype)
     notes += [f"torch {torch.__version__} on {threads} threads, weights {weights}, KV {kv}, attention {attention.name}"]
     notes += _weight_notes(decoder)
     notes += [] if loader is None else loading_notes(loader, source, computed)
@@ -123,7 +124,8 @@ class TorchModel:
         activations = activation_bytes(
             self.spec, max_batched_tokens, max_num_seqs, activation_precision=self.activation_precision
         )
-        return int(self._available * memory_fraction) - self._decoder.nbytes - activations
+        staging = kv_staging_bytes(self.spec, self.kv_precision, max_num_seqs, self.activation_precision)
+        return int(self._available * memory_fraction) - self._decoder.nbytes - activations - staging
 
     def executor(self, layout: CacheLayout, limits: Limits, watch: LogitsWatch | None = None) -> ThreadExecutor:
         grammars = Grammars(self.spec.vocab_size, self._grammar_tokens)
@@ -133,11 +135,13 @@ class TorchModel:
                 self._attention,
                 layout,
                 limits,
-                _DTYPES[self.kv_precision],
                 _DTYPES[self.activation_precision],
                 torch.device("cpu"),
             )
         self._memory.append(MemoryItem("kv_pool", layout.bytes_per_block * limits.num_blocks, runner.pool.nbytes))
+        if runner.pool.staging_bytes:
+            staging = kv_staging_bytes(self.spec, self.kv_precision, limits.max_num_seqs, self.activation_precision)
+            self._memory.append(MemoryItem("kv_staging", staging, runner.pool.staging_bytes))
         steps = Steps(runner, layout, limits, grammars, watch)
         return ThreadExecutor(steps.step, limits.max_num_seqs, name="headrace-torch", around=self._on_thread)
 
@@ -184,7 +188,11 @@ def _computed(config: EngineConfig, form: Format | None) -> str:
     return _chosen("options.activations", asked or "auto", _WEIGHTS)
 
 
-def _attention(name: str, decoder: Decoder, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+def _attention(name: str, kv: str, decoder: Decoder, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    if (only := pool_class(kv).attention) is not None:
+        if name != "auto":
+            raise InvalidInput(f"KV {kv} has an attention of its own, not {name}", field="attention", remedy="use auto")
+        return only
     backend: AttentionBackend = ATTENTION.get("sdpa" if name == "auto" else name)
     for i, kind in enumerate(decoder.kinds):
         if (reason := backend.unsupported(kind, device, dtype)) is not None:

@@ -24,6 +24,25 @@ class AttentionKind:
     sinks: torch.Tensor | None = None
 
 
+class Layer(Protocol):
+    """One layer's keys and values in the pool, in whatever format."""
+
+    num_kv_heads: int
+
+    def write(self, slots: torch.Tensor, kv: torch.Tensor) -> None:
+        """Store `kv` [tokens, 2 * kv_heads * head_dim] at token slots `slots` (block * block_tokens + offset), and put into
+        `kv` what others will read back, so that a step's own tokens see the same."""
+        ...
+
+    def gather(self, blocks: torch.Tensor, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [rows, kv_heads, tokens, head_dim] of `rows` equally long lists of blocks, given flat."""
+        ...
+
+    def read(self, slots: torch.Tensor) -> torch.Tensor:
+        """What token slots hold, fp32 [tokens, 2 * kv_heads, head_dim]."""
+        ...
+
+
 class LayerCache:
     """One layer's keys and values: `kv` [blocks, block_tokens, 2 * kv_heads, head_dim], key heads first.
 
@@ -40,8 +59,17 @@ class LayerCache:
         self._tokens = kv.flatten(0, 1).flatten(1)
 
     def write(self, slots: torch.Tensor, kv: torch.Tensor) -> None:
-        """Store `kv` [tokens, 2 * kv_heads * head_dim] at token slots `slots` (block * block_tokens + offset)."""
-        self._tokens.index_copy_(0, slots, kv if kv.dtype == self.kv.dtype else kv.to(self.kv.dtype))
+        """See `Layer`."""
+        if kv.dtype == self.kv.dtype:
+            self._tokens.index_copy_(0, slots, kv)
+        else:
+            stored = kv.to(self.kv.dtype)
+            self._tokens.index_copy_(0, slots, stored)
+            kv.copy_(stored)
+
+    def read(self, slots: torch.Tensor) -> torch.Tensor:
+        """See `Layer`."""
+        return self.kv.flatten(0, 1)[slots].float()
 
     def gather(self, blocks: torch.Tensor, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [rows, kv_heads, tokens, head_dim] of `rows` equally long lists of blocks, given flat."""
@@ -71,8 +99,6 @@ class AttentionBackend(Protocol):
         queries' `dtype` if None."""
         ...
 
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, prepared: Any
-    ) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Layer, prepared: Any) -> torch.Tensor:
         """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] of this step → [tokens, heads * head_dim]."""
         ...

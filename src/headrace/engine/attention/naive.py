@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.engine.attention._contract import AttentionKind, LayerCache, Spans
+from headrace.engine.attention._contract import AttentionKind, Layer, Spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Naive:
         return _Prepared(spans, kind)
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, prepared: _Prepared
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Layer, prepared: _Prepared
     ) -> torch.Tensor:
         spans, kind = prepared.spans, prepared.kind
         out = torch.empty_like(q)
@@ -45,12 +45,12 @@ class Naive:
 
 
 def _sequence(
-    q: torch.Tensor, cache: LayerCache, table: list[int], start: int, block_tokens: int, kind: AttentionKind
+    q: torch.Tensor, cache: Layer, table: list[int], start: int, block_tokens: int, kind: AttentionKind
 ) -> torch.Tensor:
     end = start + len(q)
     oldest = 0 if kind.window is None else max(0, start - kind.window + 1)
     slots = torch.tensor([table[p // block_tokens] * block_tokens + p % block_tokens for p in range(oldest, end)])
-    kv = cache.kv.flatten(0, 1)[slots.to(q.device)].float().transpose(0, 1)  # [2 * kv_heads, keys, head_dim]
+    kv = cache.read(slots.to(q.device)).transpose(0, 1)  # [2 * kv_heads, keys, head_dim]
     group = kind.num_heads // kind.num_kv_heads
     keys = kv[: kind.num_kv_heads].repeat_interleave(group, 0)
     values = kv[kind.num_kv_heads :].repeat_interleave(group, 0)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from headrace.engine.attention._contract import AttentionKind, LayerCache, Spans
+from headrace.engine.attention._contract import AttentionKind, Layer, Spans
 from headrace.engine.attention._in_place import InPlace, computes_in_place
 
 _CALL_BYTES = 400_000
@@ -89,7 +89,7 @@ class SDPA:
         return _Prepared(kind, buckets, in_place)
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, prepared: _Prepared
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Layer, prepared: _Prepared
     ) -> torch.Tensor:
         kind, buckets, in_place = prepared.kind, prepared.buckets, prepared.in_place
         if in_place is not None and in_place.rows is None:
@@ -108,7 +108,7 @@ class SDPA:
 
 
 def _bucket(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, kind: AttentionKind, b: _Bucket
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Layer, kind: AttentionKind, b: _Bucket
 ) -> torch.Tensor:
     """One bucket's output, [sequences * queries, heads * head_dim]."""
     dim, group = kind.head_dim, kind.num_heads // kind.num_kv_heads
@@ -141,7 +141,7 @@ def _bucket(
 
 
 def _joined(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cache: LayerCache, kind: AttentionKind, b: _Bucket
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cache: Layer, kind: AttentionKind, b: _Bucket
 ) -> torch.Tensor:
     """A packed decode bucket whose sequences share a prefix: attention over the prefix, once for all queries, and over the
     rest, weighted by each part's share of the softmax's denominator (the online softmax of two pieces)."""

@@ -73,6 +73,11 @@ def _not_packed(files: ModelFiles, config: EngineConfig) -> str | None:
     # A backend that was asked for by name says itself what it takes.
     if config.backend == "auto" and config.weights not in WEIGHTS:
         return f"it has no packed form of weights {config.weights}"
+    if config.backend == "auto" and config.kv != "auto":
+        from headrace.engine.native.compute import KV_TYPES
+
+        if config.kv not in KV_TYPES:
+            return f"it has no KV {config.kv}"
     return None
 
 

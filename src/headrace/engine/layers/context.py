@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.engine.attention._contract import AttentionBackend, LayerCache
+from headrace.engine.attention._contract import AttentionBackend, Layer
 from headrace.engine.layers.rope import HeadBuffer
 
 
@@ -24,7 +24,7 @@ class StepContext:
 
     token_ids: np.ndarray
     heads: Sequence[HeadBuffer]
-    caches: Sequence[LayerCache]
+    caches: Sequence[Layer]
     group_of: Sequence[int]
     write_slots: Sequence[torch.Tensor]
     prepared: Sequence[Any]

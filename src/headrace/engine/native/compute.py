@@ -15,9 +15,11 @@ from headrace.engine.native.rotations import Rotations
 from headrace.engine.native.sampler import sample, token_logprobs
 from headrace.engine.sampler.rows import Rows, Sampled
 from headrace.engine.sampler.state import SamplingState
+from headrace.engine.staging import StagedGroups
 from headrace.spec.cache import CacheLayout
+from headrace.spec.precision import kv_precision
 
-KV_TYPES = {"fp16": 0, "fp32": 1, "int8": 2}
+KV_TYPES = {"fp16": 0, "fp32": 1, "int8": 2, "fp8": 3, "int4": 4}
 
 
 class NativeCompute:
@@ -31,6 +33,8 @@ class NativeCompute:
         num_blocks: int,
         rotations: list[Rotations],
         vocab_size: int,
+        max_num_seqs: int,
+        staging_bytes: int,
     ) -> None:
         self.vocab_size = vocab_size
         self.kv = buffer(num_blocks * layout.bytes_per_block)
@@ -50,10 +54,18 @@ class NativeCompute:
             layout.value_dim,
             layout.num_groups,
         )
+        self._groups: StagedGroups | None = None
+        self.staging = buffer(staging_bytes)
+        if staging_bytes:
+            size = kv_precision(layout.kv_precision).key_group
+            self._groups = StagedGroups(size, layout.num_groups, max_num_seqs, num_blocks)
+            model.set_staging(self.staging, max_num_seqs)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         for source, target in zip(sources, targets, strict=True):
             self._model.copy_block(source, target)
+        if self._groups is not None:
+            self._groups.copied(targets)
 
     def hidden(self, batch: Batch, rows: Ints) -> npt.NDArray[np.int64]:
         count = len(batch.slots)
@@ -63,6 +75,10 @@ class NativeCompute:
         tables = np.stack([table[:, :width] for table in batch.tables])
         angles = [r.at(batch.positions) for r in self._rotations]
         broken = np.zeros(count, np.uint8)
+        staging: tuple[np.ndarray, ...] = ()
+        if self._groups is not None:
+            restored = [self._groups.begin(batch, group) for group in range(len(batch.tables))]
+            staging = (batch.slots.astype(np.int32), np.concatenate(restored).astype(np.uint8))
         self._model.step(
             batch.token_ids.astype(np.int32),
             row_start,
@@ -72,6 +88,7 @@ class NativeCompute:
             [sin for _, sin in angles],
             rows.astype(np.int32),
             broken,
+            *staging,
         )
         return np.flatnonzero(broken)
 

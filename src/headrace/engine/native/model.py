@@ -23,11 +23,12 @@ from headrace.engine.step_thread import ThreadExecutor
 from headrace.engine.steps import Steps
 from headrace.engine.weights.checkpoint import Checkpoint
 from headrace.engine.weights.open import open_weights
-from headrace.spec.accounting import activation_bytes, native_weight_bytes
+from headrace.spec.accounting import activation_bytes, kv_staging_bytes, native_weight_bytes
 from headrace.spec.cache import CacheLayout
 from headrace.spec.config import EngineConfig
 from headrace.spec.locate import ModelFiles
 from headrace.spec.packing import CHOICES, WEIGHTS
+from headrace.spec.precision import kv_precision
 
 if TYPE_CHECKING:
     from headrace.text.grammar import GrammarTokens
@@ -61,6 +62,13 @@ def resolve(config: EngineConfig) -> Options:
             f"the native backend needs KV blocks of a multiple of 16 tokens, not {config.block_tokens}",
             field="block_tokens",
             remedy="set it to 16 or 32, or use backend torch",
+        )
+    group = kv_precision(kv).key_group
+    if group and config.block_tokens is not None and config.block_tokens % group:
+        raise InvalidInput(
+            f"KV {kv} needs blocks of a multiple of {group} tokens, not {config.block_tokens}",
+            field="block_tokens",
+            remedy=f"set it to {group}",
         )
     given = dict(config.options)
     kernels = given.pop("kernels", "auto")
@@ -130,14 +138,27 @@ class NativeModel:
     def kv_budget_bytes(self, memory_fraction: float, max_num_seqs: int, max_batched_tokens: int) -> int:
         """`memory_fraction` of what was available before loading, less weights and the modelled activation peak."""
         activations = activation_bytes(self.spec, max_batched_tokens, max_num_seqs, activation_precision="fp32")
-        return int(self._available * memory_fraction) - self._plan.arena.nbytes - activations
+        staging = kv_staging_bytes(self.spec, self.kv_precision, max_num_seqs, "fp32")
+        return int(self._available * memory_fraction) - self._plan.arena.nbytes - activations - staging
 
     def executor(self, layout: CacheLayout, limits: Limits, watch: LogitsWatch | None = None) -> ThreadExecutor:
         options = self._options
         model = self._plan.build(self._pool, layout, options.kernels, options.exact_activations)
         rotations = [Rotations(rope, limits.max_model_len) for rope in self._plan.ropes]
-        compute = NativeCompute(model, self._pool, layout, limits.num_blocks, rotations, self.spec.vocab_size)
+        staging = kv_staging_bytes(self.spec, options.kv, limits.max_num_seqs, "fp32")
+        compute = NativeCompute(
+            model,
+            self._pool,
+            layout,
+            limits.num_blocks,
+            rotations,
+            self.spec.vocab_size,
+            limits.max_num_seqs,
+            staging,
+        )
         self._memory.append(MemoryItem("kv_pool", layout.bytes_per_block * limits.num_blocks, compute.kv.nbytes))
+        if staging:
+            self._memory.append(MemoryItem("kv_staging", staging, compute.staging.nbytes))
         grammars = Grammars(self.spec.vocab_size, self._grammar_tokens)
         steps = Steps(compute, layout, limits, grammars, watch)
         return ThreadExecutor(steps.step, limits.max_num_seqs, name="headrace-native")

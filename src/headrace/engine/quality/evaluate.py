@@ -15,9 +15,8 @@ from headrace.base.units import ceil_div
 from headrace.control.request import Sampling
 from headrace.control.step import BlockAppend, Chunk, RowResult, SlotInit, StepPlan
 from headrace.engine.backend import Limits, LoadedModel
-from headrace.spec.accounting import cache_layout
+from headrace.spec.accounting import cache_layout, default_block_tokens
 
-BLOCK_TOKENS = 16
 MAX_SEQUENCES = 64
 
 Logits = npt.NDArray[np.float32]
@@ -42,8 +41,8 @@ class Evaluator:
 
     def __init__(self, model: LoadedModel, capacity: int) -> None:
         self.vocab_size = model.spec.vocab_size
-        self._layout = cache_layout(model.spec, model.kv_precision, BLOCK_TOKENS)
-        self._blocks = ceil_div(capacity, BLOCK_TOKENS) + MAX_SEQUENCES
+        self._layout = cache_layout(model.spec, model.kv_precision, default_block_tokens(model.kv_precision))
+        self._blocks = ceil_div(capacity, self._layout.block_tokens) + MAX_SEQUENCES
         self._capacity = capacity
         limits = Limits(
             num_blocks=self._layout.num_groups * self._blocks,
@@ -124,7 +123,7 @@ class Evaluator:
         inits, appends, first = [], [], 0
         for slot, tokens in enumerate(inputs):
             inits.append(SlotInit(slot, f"sequence {slot}", tuple(tokens), len(tokens), sampling))
-            needed = ceil_div(room[slot], BLOCK_TOKENS)
+            needed = ceil_div(room[slot], self._layout.block_tokens)
             for group in range(self._layout.num_groups):
                 begin = group * self._blocks + first
                 appends.append(BlockAppend(slot, group, 0, tuple(range(begin, begin + needed))))

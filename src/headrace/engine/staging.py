@@ -1,0 +1,67 @@
+"""Which keys are staged: a cache whose keys are coded in groups of tokens keeps those of unfinished groups as they were computed,
+one group per slot (and layer). No arrays of keys here, only what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.engine.batch import Batch
+
+Ints = npt.NDArray[np.int64]
+
+
+class StagedGroups:
+    """Knows for each slot and cache group whose keys lie in its place of the staging.
+
+    They are those of a block's unfinished group as long as nobody else has written to the block or copied into it.
+    """
+
+    def __init__(self, group_tokens: int, num_groups: int, max_num_seqs: int, num_blocks: int) -> None:
+        self._size = group_tokens
+        shape = (num_groups, max_num_seqs)
+        self._block = np.full(shape, -1, np.int64)
+        self._end = np.zeros(shape, np.int64)
+        self._owner = np.full(num_blocks, -1, np.int64)
+
+    def copied(self, targets: Sequence[int]) -> None:
+        """These blocks hold something else now."""
+        self._owner[list(targets)] = -1
+
+    def begin(self, batch: Batch, group: int) -> npt.NDArray[np.bool_]:
+        """Note what a step will stage in cache group `group`. Returns the sequences that go on inside a group of tokens whose
+        keys are not staged and must be read back from their codes first."""
+        slots, starts, table = batch.slots, batch.starts, batch.tables[group]
+        ends = starts + batch.lengths
+        rows = np.arange(len(slots))
+        first = table[rows, starts // batch.block_tokens]
+        staged = (
+            (self._block[group, slots] == first)
+            & (self._owner[first] == slots)
+            & (self._end[group, slots] >= starts)
+            & ((self._end[group, slots] - 1) // self._size == starts // self._size)
+        )
+        last = table[rows, (ends - 1) // batch.block_tokens]
+        # Blocks between the two are new, so nobody's staging can be of them but by an older owner's, which ends here.
+        width = int(((ends - 1) // batch.block_tokens - starts // batch.block_tokens).max()) + 1
+        columns = np.minimum(
+            starts[:, None] // batch.block_tokens + np.arange(width), ((ends - 1) // batch.block_tokens)[:, None]
+        )
+        self._owner[table[rows[:, None], columns]] = -1
+        self._owner[last] = slots
+        self._block[group, slots], self._end[group, slots] = last, ends
+        return (starts % self._size != 0) & ~staged
+
+
+def touched_groups(starts: Ints, lengths: Ints, size: int) -> tuple[Ints, Ints, Ints]:
+    """Groups of `size` tokens that positions [start, start + length) of each sequence lie in, sequence by sequence.
+
+    Returns the sequence and the index of each group, and of each sequence where its first one stands.
+    """
+    first, last = starts // size, (starts + lengths - 1) // size
+    counts = last - first + 1
+    firsts = np.cumsum(counts) - counts
+    owners = np.repeat(np.arange(len(starts)), counts)
+    return owners, first[owners] + np.arange(int(counts.sum())) - firsts[owners], firsts
