@@ -14,11 +14,13 @@ from headrace.spec.engine_facts import engines, find
 class LaunchFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a server of this engine is started on this host.
 
-    `command`: the line, with `{model}`, `{port}`, `{python}` and `{temporary}` (a folder) to fill in. `flags`: setting → arguments, where `{value}`
-    is the setting and `{context_of_all_slots}` is context × slots; settings that are switches have `NAME.on` and
-    `NAME.off`. A setting without an entry is refused, never ignored. `health`: path that answers 200 once requests are
-    taken. `flush`: METHOD PATH that empties the prefix cache, once for each slot where it names `{slot}`; "" where there is
-    none, and `no_flush` says why, or what a flush leaves. `version`: a command that prints it. `settings`: METHOD PATH that shows resolved settings, where there is one. `source`: where this is written.
+    `command`: the line, with `{model}`, `{port}`, `{python}` and `{temporary}` (a folder) to fill in. `flags`:
+    setting → arguments, where `{value}` is the setting and `{context_of_all_slots}` is context × slots; settings that
+    are switches have `NAME.on` and `NAME.off`. A setting without an entry is refused, never ignored. `health`: path
+    that answers 200 once requests are taken. `flush`: METHOD PATH that empties the prefix cache, once for each slot
+    where it names `{slot}`; "" where there is none, and `no_flush` says why, or what a flush leaves. `version`: a
+    command that prints it. `settings`: METHOD PATH that shows resolved settings, where there is one. `source`: where
+    this is written.
     """
 
     command: tuple[str, ...]
