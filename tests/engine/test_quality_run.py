@@ -251,6 +251,8 @@ def test_without_torch_the_reference_is_the_native_backend_and_says_why(toy, mon
         (["--weights", "int3", "--window", "32", "--stride", "8", "--backend", "torch", "--tokens", "60"], "int3"),
         (["--option", "x"], "NAME=VALUE"),
         (["--prompts", "0"], "prompts"),
+        (["--questions", "0"], "questions"),
+        (["--questions", "61"], "questions"),
     ],
 )
 def test_wrong_input_is_one_line_and_code_2(toy, arguments, text, capsys) -> None:
@@ -274,12 +276,13 @@ def test_the_command_prints_a_table_or_json(toy, tmp_path, capsys) -> None:
     common = [
         "quality", str(toy[1]), "--backend", "torch", "--weights", "bf16", "--weights", "fp32", "--kv", "fp16",
         "--window", "48", "--stride", "24", "--prompts", "3", "--prompt-tokens", "8", "--agreement", "6",
-        "--threads", "1", "--text", str(tmp_path / "text.txt"), "--scratch", str(tmp_path), "--speed-repeats", "2",
+        "--threads", "1", "--questions", "5", "--text", str(tmp_path / "text.txt"), "--scratch", str(tmp_path), "--speed-repeats", "2",
     ]  # fmt: skip
     main_quietly([*common, "--json"])
     body = json.loads(capsys.readouterr().out)
     assert [(f["asked_weights"], f["kv"]) for f in body["formats"]] == [("bf16", "fp16"), ("fp32", "fp16")]
     assert body["text"] == "text.txt"
+    assert body["questions"] == 5
     assert body["reference"].endswith("by torch")
     for found in body["formats"]:
         assert found["speed"]["decode_tokens_per_s"]["value"] > 0

@@ -181,3 +181,20 @@ def test_a_step_without_its_staging_is_refused():
         Native(Shape()).model.set_staging(buffer(64), 1)
     with pytest.raises(ValueError, match="32"):
         native.model.set_kv(native.kv, 4, 1, 80, 16, 2, 16, 16, 1)
+
+
+@pytest.mark.model
+def test_the_loss_on_a_real_model_is_what_the_formats_promise(tmp_path):
+    """KL divergence from fp32 keys and values, in nats per token; the bounds are two to three times what was measured."""
+    from headrace.engine.quality.choices import built_in
+    from headrace.engine.quality.measure import Settings, built_in_text, measure
+
+    config = EngineConfig(model="smollm2-135m", backend="native", threads=2, options=(("activations", "fp32"),))
+    settings = Settings(window=160, stride=100, tokens=160, prompts=1, prompt_tokens=16, agreement=2)
+    formats = [("auto", kv) for kv in ("fp16", "int8", "fp8", "int4")]
+    report = measure(
+        config, formats, built_in_text(), "alice", built_in()[:1], settings, reference="native", scratch=tmp_path
+    )
+    found = [f.kl_nats.value for f in report.formats]
+    for value, most in zip(found, (3e-6, 2.5e-3, 0.02, 0.04), strict=True):
+        assert 0 < value < most, found

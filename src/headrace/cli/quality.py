@@ -37,6 +37,7 @@ def quality(
     prompts: Annotated[int, typer.Option(help="pieces of the text that are continued greedily")] = 32,
     prompt_tokens: Annotated[int, typer.Option(help="tokens of each")] = 48,
     agreement: Annotated[int, typer.Option(help="tokens of each greedy answer")] = 64,
+    questions: Annotated[int, typer.Option(help="how many of the built-in questions are asked")] = 60,
     speed_repeats: Annotated[int, typer.Option(help="time one sequence alone so many times; 0: not at all")] = 0,
     threads: Annotated[int | None, typer.Option(help="CPU threads", show_default=False)] = None,
     option: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for the backend of the formats")] = None,
@@ -75,6 +76,9 @@ def quality(
         threads=threads,
         options=tuple(_pair(each) for each in option or ()),
     )
+    known = built_in()
+    if not 0 < questions <= len(known):
+        raise InvalidInput(f"must be from 1 to {len(known)}, not {questions}", field="questions")
     if text is None:
         name, content = "Alice's Adventures in Wonderland, chapters I to III", built_in_text()
     else:
@@ -88,7 +92,7 @@ def quality(
     if not folder.is_dir():
         raise InvalidInput(f"{folder} is not a folder", field="scratch")
     found = measure(
-        config, formats, content, name, built_in(), settings, reference=reference, scratch=folder, files=files
+        config, formats, content, name, known[:questions], settings, reference=reference, scratch=folder, files=files
     )
     print(msgspec.json.encode(found).decode() if as_json else as_text(found))
 
