@@ -62,7 +62,7 @@ def _gpu(*, required: bool) -> bool:
 
     if required and not torch.cuda.is_available():
         raise InvalidInput("torch sees no CUDA GPU", field="device", remedy="choose cpu")
-    return torch.cuda.is_available()
+    return bool(torch.cuda.is_available())
 
 
 def _calibrate_gpu(name: str | None, seconds: float, price: float | None, as_json: bool) -> None:
