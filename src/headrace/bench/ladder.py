@@ -23,7 +23,7 @@ from headrace.bench.compare import read_summary
 from headrace.bench.endpoint import Endpoint
 from headrace.bench.job import finished_summary
 from headrace.bench.neighbours import NOTICEABLE_CORES
-from headrace.bench.records import RecordLog
+from headrace.bench.records import RecordLog, read_lines
 from headrace.bench.run import InvalidRun, Watch, run
 from headrace.bench.rungs import Step, all_rungs, baseline_settings, steps
 from headrace.bench.series import aimed
@@ -255,11 +255,7 @@ def _known(path: Path) -> list[StepState]:
     """The latest state of each step of an interrupted ladder."""
     if not path.exists():
         return []
-    latest: dict[tuple[str, str], StepState] = {}
-    for line in path.read_bytes().splitlines(keepends=True):
-        if line.endswith(b"\n"):
-            state = msgspec.json.decode(line, type=StepState)
-            latest[state.weights, state.id] = state
+    latest = {(state.weights, state.id): state for state in read_lines(path, StepState)}
     return list(latest.values())
 
 

@@ -134,16 +134,17 @@ def _drop_partial_line(path: Path) -> None:
 
 def read_records(path: Path) -> list[RequestRecord]:
     """All whole records of a file, the latest one of each index, in index order."""
-    latest = {record.index: record for record in _read(path, RequestRecord)}
+    latest = {record.index: record for record in read_lines(path, RequestRecord)}
     return [latest[index] for index in sorted(latest)]
 
 
 def read_samples(path: Path) -> list[ServerSample]:
     """All server samples of a file in time order; empty when the file is missing."""
-    return sorted(_read(path, ServerSample), key=lambda sample: sample.at_s) if path.exists() else []
+    return sorted(read_lines(path, ServerSample), key=lambda sample: sample.at_s) if path.exists() else []
 
 
-def _read(path: Path, kind: type[_S]) -> Iterator[_S]:
+def read_lines(path: Path, kind: type[_S]) -> Iterator[_S]:
+    """What a `RecordLog` wrote, in order, up to a last line that was cut off. `InvalidInput` names a damaged line."""
     decoder = msgspec.json.Decoder(kind)
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
