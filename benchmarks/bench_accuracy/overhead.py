@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 from pathlib import Path
 
 import msgspec
 import uvloop
 
+from headrace.base.host import host
 from headrace.bench.endpoint import Endpoint
 from headrace.bench.headroom import Load, prove
 from headrace.bench.neighbours import Neighbours, wait_until_idle
@@ -66,7 +65,7 @@ async def main() -> None:
     a.out.mkdir(parents=True, exist_ok=True)
     record = {
         "command": f"python benchmarks/bench_accuracy/overhead.py --repeats {a.repeats}",
-        "host": {"system": f"{platform.system()} {platform.release().split('-')[0]}", "cores": os.cpu_count()},
+        "host": host(),
         "note": "best of up to three attempts each, as the headroom check takes it; server and client on the same cores",
         "results": results,
     }

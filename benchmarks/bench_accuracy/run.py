@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace.base.host import host
 from headrace.bench.golden import GoldenScript, golden_process
 from headrace.bench.importers import import_results
 from headrace.bench.neighbours import NOTICEABLE_CORES, Neighbours, wait_until_idle
@@ -193,7 +193,7 @@ def main() -> None:
     a.out.mkdir(parents=True, exist_ok=True)
     record = {
         "command": " ".join(["python", "benchmarks/bench_accuracy/run.py", f"--repeats {a.repeats}"]),
-        "host": {"system": f"{platform.system()} {platform.release().split('-')[0]}", "cores": os.cpu_count()},
+        "host": host(),
         "disturbed": sum((r.get("foreign_cores") or 0.0) >= NOTICEABLE_CORES for r in results),
         "left_out": [name for name in ("guidellm", "aiperf") if name not in tools],
         "scenarios": {s.name: s.what for s in SCENARIOS},

@@ -13,7 +13,6 @@ import argparse
 import json
 import logging
 import os
-import platform
 import sys
 import tempfile
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.base.files import write_atomic
+from headrace.base.host import host
 from headrace.engine.launch import BACKENDS
 from headrace.engine.quality.choices import built_in
 from headrace.engine.quality.measure import Settings, built_in_text, measure
@@ -40,17 +40,11 @@ WEIGHTS = {
 
 def machine() -> dict[str, object]:
     """Where it ran."""
-    cpu = platform.processor()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [
-            line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
-        cpu = names[0] if names else cpu
+    known = host()
     return {
-        "cpu": cpu,
+        "cpu": known["processor"],
         "cpus": len(os.sched_getaffinity(0)),
-        "system": f"{platform.system()} {platform.release().split('-')[0]}",
+        "system": known["system"],
         "load_1m": os.getloadavg()[0],
     }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import datetime
 import os
-import platform
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -18,6 +17,7 @@ import msgspec
 
 from headrace.base.errors import InvalidInput
 from headrace.base.files import write_atomic
+from headrace.base.host import host
 from headrace.bench.arrivals import ArrivalOptions, Closed, Renewal
 from headrace.bench.drive import Share
 from headrace.bench.endpoint import EndpointError, probe
@@ -78,7 +78,7 @@ async def run(
     for note in notes:
         watch.note(note)
     out.mkdir(parents=True, exist_ok=True)
-    meta = RunMeta(settings=settings, created=_now(), host=_host(), notes=list(notes))
+    meta = RunMeta(settings=settings, created=_now(), host=host(), notes=list(notes))
     warm: list[RequestRecord] = []
     if settings.warmup:
         watch.note(f"warming up with {settings.warmup} requests")
@@ -317,20 +317,6 @@ def _with_key(settings: RunSettings, api_key: str | None) -> RunSettings:
 
 def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-def _host() -> dict[str, str]:
-    processor = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        processor = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    return {
-        "processor": processor,
-        "cores": str(os.cpu_count()),
-        "system": f"{platform.system()} {platform.release().split('-')[0]}",
-    }
 
 
 __all__ = ["InvalidRun", "Watch", "resume", "run", "sum_up", "write_records"]
