@@ -29,7 +29,13 @@ def test_kernels_are_summed_by_kind_per_step():
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("_merge_all", "attention"), ("_rope_cache", "rope and cache"), ("_add_norm", "norm"), ("_greedy", "sampling")],
+    [
+        ("_prefill_hopper", "attention"),
+        ("_gather", "copies"),
+        ("_rope_cache", "rope and cache"),
+        ("_add_norm", "norm"),
+        ("_greedy", "sampling"),
+    ],
 )
 def test_own_kernels_have_a_kind(name, kind):
     assert kind_of(name) == kind

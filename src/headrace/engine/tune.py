@@ -151,7 +151,7 @@ class Bench:
         kind = torch.float32 if shape.role == "head" else dtype
         self.out = torch.zeros(rows, shape.columns, dtype=kind, device=device)
         self.wide = torch.zeros(rows, width, dtype=kind, device=device)
-        self.work = GemmWorkspace(max(8 * 16, PART_ROWS) * width, width // 16 + 1, device)
+        self.work = GemmWorkspace(PART_ROWS * width, width // 16 + 1, device)
         self.pdl = torch.cuda.get_device_capability(device) >= (9, 0)
 
     def skinny(self, config: GemmConfig) -> None:

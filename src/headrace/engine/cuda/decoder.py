@@ -18,7 +18,7 @@ from headrace.engine.kernels.decode import DecodeWorkspace, decode_attention
 from headrace.engine.kernels.embed import embed
 from headrace.engine.kernels.gemm import MAX_ROWS, PART_ROWS, Gained, GemmConfig, GemmWorkspace, skinny_gemm
 from headrace.engine.kernels.norm import add_norm
-from headrace.engine.kernels.prefill import PrefillWorkspace, prefill_attention
+from headrace.engine.kernels.prefill import HOPPER_TILE, PrefillWorkspace, prefill_attention
 from headrace.engine.kernels.rope import rope_cache
 from headrace.engine.kernels.table import GemmTable
 from headrace.spec.cache import CacheLayout
@@ -87,6 +87,7 @@ class Decoder:
         capability: tuple[int, int],
     ) -> None:
         self._spec = spec
+        self._mixers = [layer.mixer for layer in spec.layers]
         self._weights = weights
         self._table = table
         self._sms = sms
@@ -140,17 +141,13 @@ class Decoder:
         # Keys of earlier steps as the warp-specialized kernel reads them: room for one sequence of the greatest length.
         self.gathered_rows = 0
         if self.why_not_hopper is None:
-            self.gathered_rows = max(8192, triton.cdiv(limits.max_model_len, self._hopper.TILE) * self._hopper.TILE)
+            self.gathered_rows = max(8192, triton.cdiv(limits.max_model_len, HOPPER_TILE) * HOPPER_TILE)
             self._gathered = empty(self.gathered_rows, 2 * layout.num_kv_heads * layout.head_dim)
         widest = max(max(len(w.qkv), len(w.up), hidden) for w in weights.layers)
         self._gemm = GemmWorkspace(PART_ROWS * max(widest, 1), max(widest, spec.vocab_size) // 16 + 1, device)
         self._squares = torch.empty(2, triton.cdiv(hidden, 16), MAX_ROWS.value, dtype=torch.float32, device=device)
         # Fused products need the plain pre-norm block.
         self._fusable = all(layer.num_norms == 2 and layer.mlp.gated for layer in spec.layers)
-
-    @property
-    def _mixers(self) -> list[Attention]:
-        return [layer.mixer for layer in self._spec.layers]
 
     @staticmethod
     def _qkv_width(a: Attention) -> int:
@@ -181,19 +178,20 @@ class Decoder:
 
     def splits(self, rows: int) -> int:
         """Parts that a context is cut into: enough programs for the card, fewer where there are many rows."""
-        kv_heads = self._mixers[0].num_kv_heads
-        if (tuned := self._table.decode(rows, self._mixers[0].head_dim)) is not None:
+        if (tuned := self._tuned_decode(rows)) is not None:
             return tuned["splits"]
-        return int(min(33, max(4, -(-8 * self._sms // (rows * kv_heads)))))
+        return int(min(33, max(4, -(-8 * self._sms // (rows * self._mixers[0].num_kv_heads)))))
+
+    def _tuned_decode(self, rows: int) -> dict[str, int] | None:
+        return self._table.decode(rows, self._mixers[0].head_dim)
 
     def _decode_shape(self, rows: int) -> dict[str, int]:
-        a = self._mixers[0]
-        tuned = self._table.decode(rows, a.head_dim)
+        tuned = self._tuned_decode(rows)
         return {} if tuned is None else {k: tuned[k] for k in ("block_n", "num_warps", "stages")}
 
     def min_chunk(self, rows: int) -> int:
         """Keys that are worth a program of their own: with many rows only long contexts are cut, to even out the load."""
-        if (tuned := self._table.decode(rows, self._mixers[0].head_dim)) is not None:
+        if (tuned := self._tuned_decode(rows)) is not None:
             return tuned["min_chunk"]
         return 128 if rows <= 16 else 256 if rows <= 32 else 1024
 
@@ -443,7 +441,7 @@ class Decoder:
         if step.chunks is not None and step.offsets is not None:
             if step.longest:
                 parts.append(lambda: gather_rows(
-                    kv, tables, step.chunks, step.offsets, self._gathered, step.longest, align=self._hopper.TILE
+                    kv, tables, step.chunks, step.offsets, self._gathered, step.longest, align=HOPPER_TILE
                 ))  # fmt: skip
             parts.append(lambda: self._hopper.prefill_hopper(
                 qkv, out, self._gathered, step.chunks, step.tiles, step.offsets, a.num_heads, a.num_kv_heads,

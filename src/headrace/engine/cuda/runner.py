@@ -29,6 +29,7 @@ from headrace.engine.cuda.sampling import LogprobsInFlight, alter, altered_rows,
 from headrace.engine.grammars import Grammars
 from headrace.engine.kernels.blocks import copy_blocks, scatter
 from headrace.engine.kernels.launchers import separate_launchers
+from headrace.engine.kernels.prefill import HOPPER_TILE
 from headrace.engine.kernels.sample import draw, greedy
 from headrace.engine.sampler.draws import uniforms
 from headrace.engine.sampler.rows import NOT_FINITE, NOTHING_ALLOWED, Rows
@@ -40,8 +41,6 @@ MIXED_TOKENS = (64, 128, 256, 512)
 MIXED_TILE = SHORT_TILE
 SORTED_ROWS = 32
 """From so many rows on, the longest contexts go first: attention that starts last should end soon."""
-TILE = 128
-"""Queries of a tile, and keys of a block, of the warp-specialized kernel for long prompts."""
 COMPILE_THREADS = 12
 
 _LOGIT_ROWS = 64
@@ -191,7 +190,7 @@ class Runner:
             cascades.append(DeviceStep(blank[:4], blank[:4], blank[:4], 4, firsts=blank[:4], prefix_tiles=tiles))
         rows = min(512, decoder.tokens)
         hopper = decoder.gathered_rows > 0
-        for tile_rows in (SHORT_TILE, 128) if hopper else (SHORT_TILE, 128, 256):
+        for tile_rows in (SHORT_TILE, HOPPER_TILE) if hopper else (SHORT_TILE, 128, 256):
             chunks, tiles = blank[4:8].view(1, 4), blank[4:6].view(1, 2)
             step = DeviceStep(blank[:rows], blank[:rows], blank[:rows], min(8, rows - 1), chunks, tiles, tile_rows)
             if hopper and tile_rows > SHORT_TILE:
@@ -458,12 +457,12 @@ class Runner:
         base, room = size or (n, tokens)
         firsts = base + np.cumsum(lengths) - lengths
         longest = int(lengths.max())
-        cached = -(-starts // TILE) * TILE
+        cached = -(-starts // HOPPER_TILE) * HOPPER_TILE
         hopper = size is None and longest > SHORT_TILE and cached.sum() <= self._decoder.gathered_rows > 0
         if size or longest <= SHORT_TILE:
             tile_rows = SHORT_TILE
         elif self._decoder.gathered_rows:
-            tile_rows = TILE if hopper else SHORT_TILE
+            tile_rows = HOPPER_TILE if hopper else SHORT_TILE
         else:
             tile_rows = 128 if longest < 4096 else 256
         # The longest walks first: a tile's work grows with its last key.

@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 
 KINDS = (
-    ("attention", ("_decode", "_prefill", "_prefix", "_merge_all")),
+    ("attention", ("_decode", "_prefill", "_prefix")),
     ("rope and cache", ("_rope_cache",)),
     ("norm", ("_add_norm",)),
     ("activation", ("_activate",)),
     ("gemm", ("_skinny", "gemm", "nvjet", "cutlass", "splitK", "cublas", "gemv", "Kernel2")),
     ("sampling", ("_greedy", "_draw")),
     ("embedding", ("_embed",)),
-    ("copies", ("Memcpy", "Memset", "_scatter", "_copy")),
+    ("copies", ("Memcpy", "Memset", "_scatter", "_copy", "_gather")),
 )
 
 

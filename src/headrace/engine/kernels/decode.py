@@ -39,6 +39,35 @@ def split_range(low, end, splits, min_chunk, BLOCK_N: tl.constexpr):
     return chunk, tl.maximum(tl.cdiv(keys, chunk), 1)
 
 
+@triton.jit
+def over_pages(
+    q, kv, table, head_at, begin, stop, acc, top, total, scale, softcap, block_stride,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr, BT: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The cached keys and values [begin, stop) of a sequence, whose blocks `table` points at, into the online softmax of q.
+
+    `head_at`: the KV head's place in a block.
+    """
+    d = tl.arange(0, D_P)
+    for n0 in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
+        n = n0 + tl.arange(0, BLOCK_N)
+        seen = n < stop
+        page = tl.load(table + n // BT, seen, 0).to(tl.int64)
+        at = page * block_stride + head_at + (n % BT) * D
+        k = tl.load(kv + at[None, :] + d[:, None], seen[None, :] & (d[:, None] < D), 0.0)
+        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
+        scores = tl.where(seen[None, :], scored(scores, scale, softcap, SOFTCAP), float("-inf"))
+        best = tl.maximum(top, tl.max(scores, 1))
+        shrink = tl.exp2(top - best)
+        weights = tl.exp2(scores - best[:, None])
+        v = tl.load(kv + KV_HEADS * BT * D + at[:, None] + d[None, :], seen[:, None] & (d[None, :] < D), 0.0)
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
+        total = total * shrink + tl.sum(weights, 1)
+        top = best
+    return acc, top, total
+
+
 @triton.jit(
     do_not_specialize=["splits", "all_splits", "window", "min_chunk", "prefix_splits", "prefix_chunk", "counter_stride"]
 )
@@ -111,21 +140,10 @@ def _decode(
         q = tl.load(base + d[None, :], q_inside, 0.0)
     begin = low + split * chunk
     stop = tl.minimum(begin + chunk, end)
-    for n0 in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
-        n = n0 + tl.arange(0, BLOCK_N)
-        seen = n < stop
-        page = tl.load(tables + slot * table_stride + n // BT, seen, 0).to(tl.int64)
-        at = page * block_stride + head_at + (n % BT) * D
-        k = tl.load(kv + at[None, :] + d[:, None], seen[None, :] & (d[:, None] < D), 0.0)
-        scores = tl.dot(q, k.to(dtype), input_precision="ieee")
-        scores = tl.where(seen[None, :], scored(scores, scale, softcap, SOFTCAP), float("-inf"))
-        best = tl.maximum(top, tl.max(scores, 1))
-        shrink = tl.exp2(top - best)
-        weights = tl.exp2(scores - best[:, None])
-        v = tl.load(kv + KV_HEADS * page_size + at[:, None] + d[None, :], seen[:, None] & (d[None, :] < D), 0.0)
-        acc = tl.dot(weights.to(dtype), v.to(dtype), acc * shrink[:, None], input_precision="ieee")
-        total = total * shrink + tl.sum(weights, 1)
-        top = best
+    acc, top, total = over_pages(
+        q, kv, tables + slot * table_stride, head_at, begin, stop, acc, top, total, scale, softcap, block_stride,
+        KV_HEADS, D, D_P, BT, SOFTCAP, BLOCK_N, STAGES,
+    )  # fmt: skip
     if PDL and PREFIX:
         # The projection was complete before the shared prefixes' kernel let this one start; their parts are needed now.
         tl.extra.cuda.gdc_wait()
@@ -292,24 +310,12 @@ def _prefix(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D_P], tl.float32)
-    page_size = BT * D
     begin = split * chunk
     stop = tl.minimum(begin + chunk, prefix)
-    for n0 in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
-        n = n0 + tl.arange(0, BLOCK_N)
-        seen = n < stop
-        page = tl.load(tables + slot * table_stride + n // BT, seen, 0).to(tl.int64)
-        key_at = page * block_stride + kv_head * page_size + (n % BT) * D
-        k = tl.load(kv + key_at[None, :] + d[:, None], seen[None, :] & (d[:, None] < D), 0.0)
-        scores = tl.dot(q, k.to(dtype), input_precision="ieee")
-        scores = tl.where(seen[None, :], scored(scores, scale, softcap, SOFTCAP), float("-inf"))
-        best = tl.maximum(top, tl.max(scores, 1))
-        shrink = tl.exp2(top - best)
-        weights = tl.exp2(scores - best[:, None])
-        v = tl.load(kv + KV_HEADS * page_size + key_at[:, None] + d[None, :], seen[:, None] & (d[None, :] < D), 0.0)
-        acc = tl.dot(weights.to(dtype), v.to(dtype), acc * shrink[:, None], input_precision="ieee")
-        total = total * shrink + tl.sum(weights, 1)
-        top = best
+    acc, top, total = over_pages(
+        q, kv, tables + slot * table_stride, kv_head * (BT * D), begin, stop, acc, top, total, scale, softcap,
+        block_stride, KV_HEADS, D, D_P, BT, SOFTCAP, BLOCK_N, STAGES,
+    )  # fmt: skip
     part = (row.to(tl.int64) * KV_HEADS + kv_head) * all_splits + suffix_splits + split
     there = (row < row1) & (g < GROUP_P)
     tl.store(partial + (part * GROUP_P + g)[:, None] * D_P + d[None, :], acc / total[:, None], there[:, None])

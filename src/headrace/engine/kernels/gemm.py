@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headrace.engine.kernels.activation import ACTIVATIONS, act
+from headrace.engine.kernels.decode import arrived_last
 
 MAX_ROWS = tl.constexpr(256)
 """Rows that a product takes at most; the distance of a tile's sums of squares from the next one's."""
@@ -124,10 +125,8 @@ def _skinny(
         if PAIR:
             tl.store(parts + at + columns, acc2, inside)
         tl.debug_barrier()
-        last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLIT_K - 1
+        last = arrived_last(counters + tile, SPLIT_K)
         if last:
-            tl.debug_barrier()
-            tl.store(counters + tile, 0)
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             acc2 = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for p in tl.static_range(SPLIT_K):

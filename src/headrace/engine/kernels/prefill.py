@@ -14,6 +14,9 @@ import triton.language as tl
 
 from headrace.engine.kernels.decode import LOG2E, arrived_last, scored, split_range
 
+HOPPER_TILE = 128
+"""Queries of a tile, and keys of a block, of `prefill_hopper`; here, since that module needs a GPU's compiler."""
+
 
 @triton.jit
 def _advance(q, k, v, seen, acc, top, total, scale, softcap, MASK: tl.constexpr, SOFTCAP: tl.constexpr):

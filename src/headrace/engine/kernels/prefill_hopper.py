@@ -23,8 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-TILE = 128
-"""Queries of a tile, and keys of a block."""
+from headrace.engine.kernels.prefill import HOPPER_TILE as TILE
+
 STAGES = 2
 
 
@@ -188,70 +188,19 @@ def _consume(
             _cleared(v_s.index(stage), length - m0, BLOCK, D)
         for _ in range(1, own):
             acc, top, total, p, at = _advance(
-                q,
-                k_s,
-                v_s,
-                k_full,
-                k_free,
-                v_full,
-                v_free,
-                nothing,
-                acc,
-                top,
-                total,
-                p,
-                at,
-                scale,
-                zero,
-                True,
-                HALF,
-                STAGES,
-            )
+                q, k_s, v_s, k_full, k_free, v_full, v_free, nothing, acc, top, total, p, at, scale, zero, True, HALF, STAGES
+            )  # fmt: skip
         # The last block of cached keys comes first and may be ragged.
         old = blocks - own
         for _ in range(min(old, 1)):
             there = (n_rel < start - (old - 1) * BLOCK)[None, :]
             acc, top, total, p, at = _advance(
-                q,
-                k_s,
-                v_s,
-                k_full,
-                k_free,
-                v_full,
-                v_free,
-                nothing,
-                acc,
-                top,
-                total,
-                p,
-                at,
-                scale,
-                zero,
-                there,
-                HALF,
-                STAGES,
-            )
+                q, k_s, v_s, k_full, k_free, v_full, v_free, nothing, acc, top, total, p, at, scale, zero, there, HALF, STAGES
+            )  # fmt: skip
         for _ in range(1, old):
             acc, top, total, p, at = _advance(
-                q,
-                k_s,
-                v_s,
-                k_full,
-                k_free,
-                v_full,
-                v_free,
-                nothing,
-                acc,
-                top,
-                total,
-                p,
-                at,
-                scale,
-                zero,
-                True,
-                HALF,
-                STAGES,
-            )
+                q, k_s, v_s, k_full, k_free, v_full, v_free, nothing, acc, top, total, p, at, scale, zero, True, HALF, STAGES
+            )  # fmt: skip
         mbarrier.arrive(q_free)
         stage = at % STAGES
         mbarrier.wait(v_full.index(stage), (at // STAGES) & 1)
