@@ -351,7 +351,7 @@ static void attend(const KvPool& kv, const AttentionItem& it, int first_pair, fl
   float* p[R];
   const float* pc[R];
   float* out[R];
-  int64_t lo[R], hi[R];
+  int64_t lo[R], hi[R], own_group[R];  // the group: of u4 keys, that the row lies in
   int64_t start = std::numeric_limits<int64_t>::max(), stop = 0;
   for (int r = 0; r < R; r++) {
     const int row = (first_pair + r) / it.group, h = (first_pair + r) % it.group;
@@ -359,6 +359,7 @@ static void attend(const KvPool& kv, const AttentionItem& it, int first_pair, fl
     q[r] = it.q + row * it.q_stride + (int64_t)h * kv.head_dim;
     out[r] = it.out + row * it.out_stride + (int64_t)h * kv.value_dim;
     hi[r] = std::min(position + 1, it.to);
+    own_group[r] = position / kKeyGroup;
     lo[r] = std::max(it.window > 0 ? std::max<int64_t>(0, position + 1 - it.window) : 0, it.from);
     if (lo[r] >= hi[r]) lo[r] = hi[r] = it.from;  // this row sees nothing of the segment
     else {
@@ -390,15 +391,12 @@ static void attend(const KvPool& kv, const AttentionItem& it, int first_pair, fl
     const uint8_t* next = kv.keys(it.table[t / bt], it.head);
     for (int64_t i = 0; i < kv.bytes((int64_t)bt * kv.head_dim); i += 64) __builtin_prefetch(next + i);
   };
-  constexpr int B = R <= 4 ? 4 : 1;
-  int64_t t = start;
   if constexpr (T == KvType::u4) {
     for (int64_t g = start / kKeyGroup; g * kKeyGroup < stop; g++) {
       bool own = false, coded = false;
       for (int r = 0; r < R; r++) {
-        const int64_t mine = (it.first_position + (first_pair + r) / it.group) / kKeyGroup;
-        own |= g == mine;
-        coded |= g < mine;
+        own |= g == own_group[r];
+        coded |= g < own_group[r];
       }
       float steps[1024], minima[1024];
       const int32_t block = it.table[g * kKeyGroup / bt];
@@ -418,28 +416,30 @@ static void attend(const KvPool& kv, const AttentionItem& it, int first_pair, fl
           const uint8_t* keys[1] = {(const uint8_t*)(it.own_keys + (g - it.own_first) * it.own_stride + t % kKeyGroup)};
           score_blocks<KvType::f32, R, 1>(keys, kKeyGroup, kv.head_dim, q, o);
           for (int r = 0; r < R; r++)
-            if (g == (it.first_position + (first_pair + r) / it.group) / kKeyGroup) s[r] = o[r];
+            if (g == own_group[r]) s[r] = o[r];
         }
         keep(t, s);
       }
     }
-    t = stop;
-  }
-  for (; t + 16 * (B - 1) < stop; t += 16 * B) {
-    const uint8_t* keys[B];
-    for (int b = 0; b < B; b++) {
-      keys[b] = keys_at(t + 16 * b);
-      foresee(t + 16 * (b + B));
+  } else {
+    constexpr int B = R <= 4 ? 4 : 1;
+    int64_t t = start;
+    for (; t + 16 * (B - 1) < stop; t += 16 * B) {
+      const uint8_t* keys[B];
+      for (int b = 0; b < B; b++) {
+        keys[b] = keys_at(t + 16 * b);
+        foresee(t + 16 * (b + B));
+      }
+      F s[R * B];
+      score_blocks<T, R, B>(keys, bt, kv.head_dim, q, s);
+      for (int b = 0; b < B; b++) keep(t + 16 * b, s + b * R);
     }
-    F s[R * B];
-    score_blocks<T, R, B>(keys, bt, kv.head_dim, q, s);
-    for (int b = 0; b < B; b++) keep(t + 16 * b, s + b * R);
-  }
-  for (; t < stop; t += 16) {
-    const uint8_t* keys[1] = {keys_at(t)};
-    F s[R];
-    score_blocks<T, R, 1>(keys, bt, kv.head_dim, q, s);
-    keep(t, s);
+    for (; t < stop; t += 16) {
+      const uint8_t* keys[1] = {keys_at(t)};
+      F s[R];
+      score_blocks<T, R, 1>(keys, bt, kv.head_dim, q, s);
+      keep(t, s);
+    }
   }
   float factor[R], base[R];  // base: what a row's u4 values have in common
   for (int r = 0; r < R; r++) {
