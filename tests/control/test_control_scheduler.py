@@ -379,6 +379,25 @@ def test_prefill_is_capped_only_while_others_decode():
 
 
 @pytest.mark.parametrize(
+    ("burst", "new", "capped"), [(None, 4, True), (1.5, 3, True), (1.5, 4, False), (0.0, 1, False)]
+)
+def test_a_burst_of_new_requests_lifts_the_cap_on_prefill(burst, new, capped):
+    """`new` requests come while two decode; those that prefill already count like those that wait."""
+    rig = Rig(max_batched_tokens=16, max_prefill_tokens=3, prefill_burst=burst, blocks=100)
+    for seed in (1, 2):
+        rig.submit(prompt(6, seed), max_tokens=20, ignore_eos=True)
+    rig.step()
+    for seed in range(new):
+        rig.submit(prompt(40, 10 + seed), max_tokens=2)
+    for _ in range(2):  # all of them wait, then the first prefills
+        plan = rig.plan()
+        assert [c.length for c in plan.chunks[:2]] == [1, 1]
+        assert plan.num_tokens == 2 + (3 if capped else 14)
+        rig.commit()
+    rig.run()
+
+
+@pytest.mark.parametrize(
     ("order", "expected"), [("fcfs", [0, 1, 2, 3]), ("priority", [0, 3, 1, 2]), ("prefix-aware", [0, 3, 1, 2])]
 )
 def test_order_of_service(order, expected):
