@@ -32,6 +32,7 @@ import psutil
 from noise import Noise, machine
 from scipy.stats import t as student
 
+from headrace.base.units import ceil_div
 from headrace.engine.backend import Limits
 from headrace.engine.batch import Batch
 from headrace.engine.executors.native import BACKEND
@@ -39,6 +40,7 @@ from headrace.engine.native.memory import buffer
 from headrace.spec.accounting import (
     Span,
     cache_layout,
+    default_block_tokens,
     file_weights_read_bytes,
     flops,
     kv_bytes,
@@ -68,9 +70,10 @@ class Bench:
             raise SystemExit(f"{model}: {reason}")
         self.model = BACKEND.load(self.files, config)
         self.spec = self.model.spec
-        self.layout = cache_layout(self.spec, self.model.kv_precision, 16)
+        kv_stored = self.model.kv_precision
+        self.layout = cache_layout(self.spec, kv_stored, default_block_tokens(kv_stored))
         most = int(psutil.virtual_memory().available * POOL_SHARE) // self.layout.bytes_per_block
-        self.blocks = min(-(-tokens // 16) * self.layout.num_groups + 80, most)
+        self.blocks = min(self.width(tokens) * self.layout.num_groups + 80, most)
         limits = Limits(self.blocks, max(BATCHES), self.spec.max_context, max(PREFILLS))
         self.executor = self.model.executor(self.layout, limits)
         self.compute = self.executor._step.__self__._compute
@@ -80,21 +83,26 @@ class Bench:
     def close(self) -> None:
         self.executor.close()
 
+    def width(self, tokens: int) -> int:
+        """Blocks of one group that hold so many tokens of a sequence."""
+        return ceil_div(tokens, self.layout.block_tokens)
+
     def fits(self, sequences: int, context: int) -> bool:
-        return sequences * -(-context // 16) * self.layout.num_groups <= self.blocks
+        return sequences * self.width(context) * self.layout.num_groups <= self.blocks
 
     def batch(self, starts: list[int], lengths: list[int], ids: list[int] | None = None) -> Batch:
         count, rows = len(starts), sum(lengths)
         starts_, lengths_ = np.array(starts, np.int64), np.array(lengths, np.int64)
         firsts = np.cumsum(lengths_) - lengths_
-        width = max(-(-(s + n) // 16) for s, n in zip(starts, lengths, strict=True))
+        width = max(self.width(s + n) for s, n in zip(starts, lengths, strict=True))
         groups = self.layout.num_groups
         blocks = self.random.permutation(self.blocks)[: groups * count * width].astype(np.int32)
         tables = list(blocks.reshape(groups, count, width))
         positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
         tokens = self.random.integers(100, self.spec.vocab_size, rows) if ids is None else np.array(ids, np.int64)
         empty = np.empty(0, np.int64)
-        return Batch(tokens, positions, [], np.arange(count), starts_, lengths_, firsts, tables, 16, empty)
+        size = self.layout.block_tokens
+        return Batch(tokens, positions, [], np.arange(count), starts_, lengths_, firsts, tables, size, empty)
 
     def seconds(self, starts: list[int], lengths: list[int], least_s: float) -> list[float]:
         """Times of whole steps: layers and the head over one row per sequence; choosing a token is left out."""
@@ -120,7 +128,7 @@ class Bench:
         for start in range(0, len(ids), 256):
             part = ids[start : start + 256]
             chunk = self.batch([start], [len(part)], part)
-            chunk.tables[:] = [table[:, : -(-(start + len(part)) // 16)] for table in whole.tables]
+            chunk.tables[:] = [table[:, : self.width(start + len(part))] for table in whole.tables]
             chosen = rows[(rows >= start) & (rows < start + len(part))] - start
             self.compute.hidden(chunk, chosen)
             found.append(log_softmax(self.compute.logits(0, len(chosen))))
@@ -265,7 +273,8 @@ def drift(model: str, threads: int | None, count: int) -> list[dict[str, object]
     rows = np.arange(3, len(ids), 4)
     expected: npt.NDArray[np.float32] | None = None
     found: list[dict[str, object]] = []
-    for activations, kv in (("fp32", "fp32"), ("fp32", "fp16"), ("int8", "fp16"), ("int8", "int8")):
+    coded = (("int8", kv) for kv in ("fp16", "int8", "fp8", "int4"))
+    for activations, kv in (("fp32", "fp32"), ("fp32", "fp16"), *coded):
         bench = Bench(model, len(ids), threads, kv, (("activations", activations),))
         got = bench.log_probabilities(ids, rows)
         bench.close()
