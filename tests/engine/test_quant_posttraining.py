@@ -442,6 +442,19 @@ def test_the_verb_quantizes_continues_and_what_it_wrote_generates(tmp_path, caps
     assert ended.value.code == 2
 
 
+@pytest.mark.parametrize("option", ["samples", "length", "grid", "damping", "threads"])
+def test_numbers_that_mean_nothing_are_refused_by_name(tmp_path, option, capsys):
+    from headrace.cli.main import main
+
+    _, folder = tiny_model(tmp_path, "llama", **WIDTHS)
+    with pytest.raises(SystemExit) as ended:
+        main(["quantize", str(folder), "--weights", "int8", "--out", str(tmp_path / "out"), f"--{option}", "0"])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert option in line
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_result_counts_bytes(tmp_path):
     _, folder = tiny_model(tmp_path, "llama", **WIDTHS)
     result = made(folder, tmp_path / "out", "int8")

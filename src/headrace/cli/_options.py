@@ -99,9 +99,9 @@ def _value(kind: Any, name: str, given: Any) -> Any:
     if _element(kind) is None:
         return given
     if kind == tuple[tuple[str, str], ...]:
-        return tuple(_pair(name, text) for text in given)
+        return tuple(pair(name, text) for text in given)
     if Mapping in [typing.get_origin(option) for option in typing.get_args(kind)]:
-        pairs = [_pair(name, text) for text in given]
+        pairs = [pair(name, text) for text in given]
         try:
             return {int(key): float(number) for key, number in pairs}
         except ValueError as error:
@@ -109,7 +109,8 @@ def _value(kind: Any, name: str, given: Any) -> Any:
     return tuple(given)
 
 
-def _pair(name: str, text: str) -> tuple[str, str]:
+def pair(name: str, text: str) -> tuple[str, str]:
+    """NAME=VALUE as given to option `name`; InvalidInput if it is not."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise InvalidInput(f"takes NAME=VALUE, not {text!r}", field=name)

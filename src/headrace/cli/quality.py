@@ -53,6 +53,7 @@ def quality(
     import msgspec
 
     from headrace.base.errors import InvalidInput
+    from headrace.cli._options import pair
     from headrace.engine.quality.choices import built_in
     from headrace.engine.quality.measure import Settings, built_in_text, expand, measure
     from headrace.engine.quality.report import as_text
@@ -74,7 +75,7 @@ def quality(
         backend=backend,
         device=device,
         threads=threads,
-        options=tuple(_pair(each) for each in option or ()),
+        options=tuple(pair("option", each) for each in option or ()),
     )
     known = built_in()
     if not 0 < questions <= len(known):
@@ -95,12 +96,3 @@ def quality(
         config, formats, content, name, known[:questions], settings, reference=reference, scratch=folder, files=files
     )
     print(msgspec.json.encode(found).decode() if as_json else as_text(found))
-
-
-def _pair(text: str) -> tuple[str, str]:
-    from headrace.base.errors import InvalidInput
-
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise InvalidInput(f"takes NAME=VALUE, not {text!r}", field="option")
-    return name, value

@@ -9,7 +9,9 @@ import typer
 
 
 def quantize(
-    model: Annotated[str, typer.Argument(help="folder or hub id of an unquantized model", show_default=False)],
+    model: Annotated[
+        str, typer.Argument(help="unquantized model: hub id, folder, .gguf file or known name", show_default=False)
+    ],
     weights: Annotated[str, typer.Option(help="format of the matrices, as int4-g128, int4-g128-asym, int8, w8a8, fp8")],
     out: Annotated[Path, typer.Option(help="folder to write; an unfinished one of the same command is continued")],
     method: Annotated[str, typer.Option(help="rtn (round to nearest), awq or gptq")] = "rtn",
@@ -35,8 +37,8 @@ def quantize(
     from headrace.base.units import format_bytes
     from headrace.spec.locate import locate
 
-    for name, value in (("samples", samples), ("length", length), ("grid", grid)):
-        if value < 1:
+    for name, value in (("samples", samples), ("length", length), ("grid", grid), ("threads", threads)):
+        if value is not None and value < 1:
             raise InvalidInput(f"must be at least 1, not {value}", field=name)
     if not 0.0 < damping < 1.0:
         raise InvalidInput(f"must be between 0 and 1, not {damping}", field="damping")
