@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -65,8 +66,9 @@ def in_order(weight: torch.Tensor) -> torch.Tensor:
     return torch.arange(weight.shape[1]) // GROUP
 
 
-def awq(weight: torch.Tensor) -> Made:
-    codes, scales, zeros, values = affine(weight, 4, in_order(weight), symmetric=False)
+def awq(weight: torch.Tensor, *, by_output: bool = False) -> Made:
+    group_of = torch.zeros(weight.shape[1], dtype=torch.int64) if by_output else in_order(weight)
+    codes, scales, zeros, values = affine(weight, 4, group_of, symmetric=by_output)
 
     def interleaved(c: torch.Tensor) -> torch.Tensor:  # [rows, out] → int32 [rows, out / 8]
         out = torch.zeros(c.shape[0], c.shape[1] // 8, dtype=torch.int64)
@@ -190,6 +192,10 @@ _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False}
 KINDS: dict[str, Kind] = {
     "awq": Kind({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, awq),
+    "awq-channel": Kind(
+        {"quant_method": "awq", "bits": 4, "group_size": -1, "zero_point": False, "version": "gemm"},
+        partial(awq, by_output=True),
+    ),
     "gptq": Kind(_GPTQ, gptq()),
     "gptq-asym": Kind(_GPTQ | {"sym": False}, gptq(symmetric=False)),
     "gptq-v2-asym": Kind(_GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"}, gptq(symmetric=False, version=2)),

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from headrace.engine.attention._contract import AttentionBackend, AttentionKind, LayerCache, Spans
+from headrace.engine.attention._contract import AttentionBackend, AttentionKind, Layer, Spans
 from headrace.engine.layers.decoder import Decoder
 from headrace.spec.model import Activation
 
@@ -76,9 +76,7 @@ class _TimedAttention:
     ) -> Any:
         return self._backend.prepare(spans, kind, device, dtype, kv_dtype)
 
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, prepared: Any
-    ) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Layer, prepared: Any) -> torch.Tensor:
         begin = time.perf_counter()
         out = self._backend.attend(q, k, v, cache, prepared)
         self._profile.attention_s += time.perf_counter() - begin

@@ -36,19 +36,17 @@ class StagedGroups:
         slots, starts, table = batch.slots, batch.starts, batch.tables[group]
         ends = starts + batch.lengths
         rows = np.arange(len(slots))
-        first = table[rows, starts // batch.block_tokens]
+        first_block, last_block = starts // batch.block_tokens, (ends - 1) // batch.block_tokens
+        first, last = table[rows, first_block], table[rows, last_block]
         staged = (
             (self._block[group, slots] == first)
             & (self._owner[first] == slots)
             & (self._end[group, slots] >= starts)
             & ((self._end[group, slots] - 1) // self._size == starts // self._size)
         )
-        last = table[rows, (ends - 1) // batch.block_tokens]
         # Blocks between the two are new, so nobody's staging can be of them but by an older owner's, which ends here.
-        width = int(((ends - 1) // batch.block_tokens - starts // batch.block_tokens).max()) + 1
-        columns = np.minimum(
-            starts[:, None] // batch.block_tokens + np.arange(width), ((ends - 1) // batch.block_tokens)[:, None]
-        )
+        between = np.arange(int((last_block - first_block).max()) + 1)
+        columns = np.minimum(first_block[:, None] + between, last_block[:, None])
         self._owner[table[rows[:, None], columns]] = -1
         self._owner[last] = slots
         self._block[group, slots], self._end[group, slots] = last, ends
@@ -65,3 +63,11 @@ def touched_groups(starts: Ints, lengths: Ints, size: int) -> tuple[Ints, Ints, 
     firsts = np.cumsum(counts) - counts
     owners = np.repeat(np.arange(len(starts)), counts)
     return owners, first[owners] + np.arange(int(counts.sum())) - firsts[owners], firsts
+
+
+def group_places(
+    tables: npt.NDArray[np.int32], owners: Ints, indices: Ints, block_tokens: int, size: int
+) -> npt.NDArray[np.int64]:
+    """Where group `indices[…]` of `size` tokens of sequence `owners[…]` lies among all groups of the pool."""
+    per_block = block_tokens // size
+    return tables[owners, indices // per_block].astype(np.int64) * per_block + indices % per_block

@@ -67,6 +67,10 @@ class ModelFiles:
         """The parsed config.json; empty for GGUF."""
         return {} if self.config_path is None else _read_json(self.config_path)
 
+    def quantization(self) -> Mapping[str, Any] | None:
+        """What config.json says of quantized weights, None if nothing; a GGUF file says it tensor by tensor."""
+        return self.config().get("quantization_config") or None
+
     def generation_config(self) -> Mapping[str, Any]:
         """The parsed generation_config.json; empty where there is none."""
         return {} if self.generation_config_path is None else _read_json(self.generation_config_path)

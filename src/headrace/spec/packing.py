@@ -125,14 +125,15 @@ def packed_weight_bytes(spec: ModelSpec, wanted: str, header: GGUFHeader | None 
     from headrace.spec.accounting import UNQUANTIZED_PARTS
 
     blocks = BLOCK_KINDS.get(spec.checkpoint_precision)
-    plain = spec.checkpoint_precision if blocks is None else spec.plain_precision
+    unpacked = spec.checkpoint_precision if blocks is None else spec.plain_precision
+    plain = {"fp32": "f32", "fp16": "f16"}.get(unpacked, "bf16")
     kept = UNQUANTIZED_PARTS | frozenset(spec.unquantized_parts)
     total = 0
     for w in weights(spec, mtp=False):
         if len(w.shape) == 1:
             total += w.copies * 4 * w.shape[0]
         else:
-            stored = {"fp32": "f32", "fp16": "f16"}.get(plain, "bf16")
+            stored = plain
             if blocks is not None and w.linear and not kept & {w.role, f"{w.role}@{w.layer}"}:
                 stored = blocks
             form = packing(stored, wanted, _role(w.role))

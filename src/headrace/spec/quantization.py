@@ -26,6 +26,9 @@ _MODULE_PARTS = (
     (r"linear_attn|mamba|mixer|conv1d|ssm", "mixer"),
     (r"mlp|feed_forward|ffn", "mlp"),
 )
+MATRIX_PARTS = ("attention", "mixer", "mlp", "experts", "shared_experts")
+"""Parts of a layer whose matrices are quantized where nothing is said of them."""
+
 _NOT_TEXT = re.compile(r"visual|vision|audio|multi_modal|multimodal|image")
 
 
@@ -167,7 +170,7 @@ def unquantized_parts(modules: list[str], spec: ModelSpec) -> tuple[str, ...]:
         part = module_part(plain)
         layer = re.search(r"layers\.(\d+)(?:\.|$)", plain)
         if part is None and layer is not None:
-            for name in ("attention", "mixer", "mlp", "experts", "shared_experts"):
+            for name in MATRIX_PARTS:
                 by_part.setdefault(name, set()).add(int(layer[1]))
         elif part is not None and layer is not None:
             by_part.setdefault(part, set()).add(int(layer[1]))

@@ -25,7 +25,7 @@ class AttentionKind:
 
 
 class Layer(Protocol):
-    """One layer's keys and values in the pool, in whatever format."""
+    """One layer's keys and values in the pool, in whatever format. Attention that needs more of it says what."""
 
     num_kv_heads: int
 
@@ -36,10 +36,6 @@ class Layer(Protocol):
 
     def gather(self, blocks: torch.Tensor, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [rows, kv_heads, tokens, head_dim] of `rows` equally long lists of blocks, given flat."""
-        ...
-
-    def read(self, slots: torch.Tensor) -> torch.Tensor:
-        """What token slots hold, fp32 [tokens, 2 * kv_heads, head_dim]."""
         ...
 
 
@@ -68,7 +64,7 @@ class LayerCache:
             kv.copy_(stored)
 
     def read(self, slots: torch.Tensor) -> torch.Tensor:
-        """See `Layer`."""
+        """See `headrace.engine.attention.naive.ReadableLayer`."""
         return self.kv.flatten(0, 1)[slots].float()
 
     def gather(self, blocks: torch.Tensor, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from headrace.engine.attention._contract import AttentionKind, Layer
 from headrace.engine.batch import Spans
-from headrace.engine.staging import touched_groups
+from headrace.engine.staging import group_places, touched_groups
 from headrace.spec.precision import kv_precision
 
 GROUP = kv_precision("int4").key_group
@@ -156,8 +156,7 @@ class _CallMaker:
         blocks = s.tables[members[:, None], columns].astype(np.int64)
         groups = self._firsts[members][:, None] + np.arange(count)
         indices = self._indices[groups]
-        per_block = size // GROUP
-        places = s.tables[members[:, None], indices // per_block].astype(np.int64) * per_block + indices % per_block
+        places = group_places(s.tables, members[:, None], indices, size, GROUP)
         rows = s.first_rows[members][:, None] + np.arange(queries)
         queries_at = starts[:, None] + np.arange(queries)
         stored_at = first_block[:, None] * size + np.arange(width * size)

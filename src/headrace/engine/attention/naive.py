@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from headrace.engine.attention._contract import AttentionKind, Layer, Spans
+
+
+class ReadableLayer(Layer, Protocol):
+    """A layer's cache in which every token can be read by itself."""
+
+    def read(self, slots: torch.Tensor) -> torch.Tensor:
+        """What token slots hold, fp32 [tokens, 2 * kv_heads, head_dim]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +41,7 @@ class Naive:
         return _Prepared(spans, kind)
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Layer, prepared: _Prepared
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: ReadableLayer, prepared: _Prepared
     ) -> torch.Tensor:
         spans, kind = prepared.spans, prepared.kind
         out = torch.empty_like(q)
@@ -45,7 +54,7 @@ class Naive:
 
 
 def _sequence(
-    q: torch.Tensor, cache: Layer, table: list[int], start: int, block_tokens: int, kind: AttentionKind
+    q: torch.Tensor, cache: ReadableLayer, table: list[int], start: int, block_tokens: int, kind: AttentionKind
 ) -> torch.Tensor:
     end = start + len(q)
     oldest = 0 if kind.window is None else max(0, start - kind.window + 1)

@@ -37,8 +37,8 @@ class CudaBackend:
                 return "no NVIDIA driver on this machine"
             if (reason := _device(config)) is not None:
                 return reason
-        if files.kind == "hf" and files.config().get("quantization_config") and config.load_format != "dummy":
-            return f"the checkpoint is quantized ({files.spec().checkpoint_precision}), which only backend torch reads"
+        if files.quantization() is not None and config.load_format != "dummy":
+            return f"the checkpoint is quantized ({files.spec().checkpoint_precision}), which it does not read"
         return unsupported(files.spec()) or _not_computed(files.spec())
 
     def formats(self) -> Formats:

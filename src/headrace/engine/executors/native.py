@@ -59,8 +59,8 @@ def _not_packed(files: ModelFiles, config: EngineConfig) -> str | None:
     """Why weights of this precision have no packed form here; the torch backend knows them all."""
     from headrace.spec.packing import BLOCK_KINDS, GROUP, WEIGHTS
 
-    quantization = files.config().get("quantization_config") if files.kind == "hf" else None
-    if quantization and config.load_format != "dummy":
+    quantization = files.quantization()
+    if quantization is not None and config.load_format != "dummy":
         from headrace.engine.weights.quantized import no_reader
 
         spec = files.spec()

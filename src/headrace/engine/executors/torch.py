@@ -43,8 +43,8 @@ class TorchBackend:
 
 
 def _not_read(files: ModelFiles, config: EngineConfig) -> str | None:
-    quantization = files.config().get("quantization_config") if files.kind == "hf" else None
-    if not quantization or config.load_format == "dummy":
+    quantization = files.quantization()
+    if quantization is None or config.load_format == "dummy":
         return None
     from headrace.engine.weights.quantized import no_reader
 

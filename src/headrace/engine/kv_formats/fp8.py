@@ -31,7 +31,7 @@ class FP8Pool(CodedPool):
 
 
 class FP8Layer:
-    """One layer's keys and values; see `headrace.engine.attention._contract.Layer`."""
+    """One layer's keys and values; see `headrace.engine.attention.naive.ReadableLayer`."""
 
     def __init__(self, codes: torch.Tensor) -> None:
         self.num_kv_heads = codes.shape[2] // 2

@@ -19,20 +19,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from headrace.base.errors import InvalidInput
 from headrace.engine.attention._contract import AttentionBackend
-from headrace.engine.attention._grouped import GROUPED
+from headrace.engine.attention._grouped import GROUP, GROUPED
 from headrace.engine.backend import Limits
 from headrace.engine.batch import Batch
 from headrace.engine.kv_formats._coded import CodedPool, spread
-from headrace.engine.staging import StagedGroups, touched_groups
+from headrace.engine.staging import StagedGroups, group_places, touched_groups
 from headrace.spec.cache import CacheLayout
-from headrace.spec.precision import kv_precision
 
-GROUP = kv_precision("int4").key_group
 LEVELS = 15
 LARGEST = torch.finfo(torch.float16).max
 """Larger keys are stored as this."""
@@ -105,7 +102,7 @@ class Int4Pool(CodedPool):
         own_rows = batch.first_rows[owners][:, None] + at - starts[owners][:, None]
         earlier = len(batch.positions) + owners[:, None] * GROUP + np.arange(GROUP)
         sources = np.where(at >= starts[owners][:, None], own_rows, earlier)
-        places = self._places(table, owners, indices, batch.block_tokens)
+        places = group_places(table, owners, indices, batch.block_tokens, GROUP)
         last = np.append(firsts[1:], len(owners)) - 1
         return _Step(
             slots=torch.from_numpy(slots),
@@ -114,17 +111,9 @@ class Int4Pool(CodedPool):
             last=torch.from_numpy(last),
             restored_slots=torch.from_numpy(slots[restored]),
             restored_places=torch.from_numpy(
-                self._places(table, restored, starts[restored] // GROUP, batch.block_tokens)
+                group_places(table, restored, starts[restored] // GROUP, batch.block_tokens, GROUP)
             ),
         )
-
-    @staticmethod
-    def _places(
-        table: npt.NDArray[np.int32], owners: npt.NDArray[np.int64], indices: npt.NDArray[np.int64], block_tokens: int
-    ) -> npt.NDArray[np.int64]:
-        """Where group `indices[i]` of sequence `owners[i]` lies among all groups of the pool."""
-        per_block = block_tokens // GROUP
-        return table[owners, indices // per_block].astype(np.int64) * per_block + indices % per_block
 
 
 class Int4Layer:

@@ -24,7 +24,7 @@ class Int8Pool(CodedPool):
 
 
 class Int8Layer:
-    """One layer's keys and values; see `headrace.engine.attention._contract.Layer`."""
+    """One layer's keys and values; see `headrace.engine.attention.naive.ReadableLayer`."""
 
     def __init__(self, codes: torch.Tensor, scales: torch.Tensor) -> None:
         self.num_kv_heads = codes.shape[2] // 2

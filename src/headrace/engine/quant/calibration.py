@@ -44,10 +44,9 @@ class LayerRun:
     """One layer of a model over whole sequences, without a cache."""
 
     def __init__(self, spec: ModelSpec, names: Names, index: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        source = _Tensors(tensors)
-        ropes = tuple(dict.fromkeys(layer.mixer.rope for layer in spec.layers if layer.mixer.rope is not None))
-        self._block: Block = layer_block(spec, names, Checkpoint(source), index, ropes)
-        self._ropes: tuple[Rope, ...] = ropes
+        rope = spec.layers[index].mixer.rope
+        self._ropes: tuple[Rope, ...] = () if rope is None else (rope,)
+        self._block: Block = layer_block(spec, names, Checkpoint(_Tensors(tensors)), index, self._ropes)
         self._names = names
         self._index = index
         self._spec = spec

@@ -13,6 +13,7 @@ from headrace.engine.quant.formats import Format, Packed, form, names
 from headrace.engine.quant.layers import QuantLinear, SideBySide
 from headrace.engine.quant.policy import Policy, kept_parts
 from headrace.engine.weights.checkpoint import Checkpoint
+from headrace.engine.weights.dummy import DummySource
 from headrace.engine.weights.quantized import QuantizedSource
 from headrace.engine.weights.source import Floats, TensorSource
 from headrace.spec.accounting import weight_bytes
@@ -70,8 +71,6 @@ def loading_notes(loader: QuantLoader, source: TensorSource, computed: str) -> l
 
 
 def _dummy_form(source: TensorSource, spec: ModelSpec) -> bool:
-    from headrace.engine.weights.dummy import DummySource
-
     return isinstance(source, DummySource) and spec.checkpoint_precision in names()
 
 

@@ -88,7 +88,7 @@ def original(files: ModelFiles) -> Original:
         )
     if files.kind == "gguf":
         return GGUFOriginal(files)
-    if files.config().get("quantization_config"):
+    if files.quantization() is not None:
         raise InvalidInput(
             f"{files.name} is quantized already ({files.spec().checkpoint_precision})",
             field="model",

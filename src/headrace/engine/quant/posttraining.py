@@ -1,4 +1,4 @@
-"""Post-training quantization of a model folder, layer by layer, into a folder that can be served (or continued).
+"""Post-training quantization of a model, layer by layer, into a folder that can be served (or continued).
 
 A layer is read, run over the calibration text, quantized and written before the next is read, so memory holds one layer
 whatever the model's size. Each next layer sees what the quantized ones before it give, errors included.
@@ -23,18 +23,17 @@ from headrace.engine.models import MODELS
 from headrace.engine.models._support import unsupported
 from headrace.engine.quant import export
 from headrace.engine.quant.calibration import CalibrationText, LayerRun
-from headrace.engine.quant.formats import Format, Packed, form
+from headrace.engine.quant.formats import Format, form
 from headrace.engine.quant.journal import Journal
 from headrace.engine.quant.methods import METHODS
-from headrace.engine.quant.methods._contract import Inputs, LayerWork, Method, Settings
+from headrace.engine.quant.methods._contract import LayerWork, Method, Settings
 from headrace.engine.quant.originals import Original, original
 from headrace.engine.quant.policy import Policy, layer_of
 from headrace.engine.weights.names import Names
-from headrace.engine.weights.safetensors import SafetensorsSource, checkpoint_paths
+from headrace.engine.weights.safetensors import INDEX, SafetensorsSource, checkpoint_paths
 from headrace.spec.locate import ModelFiles
 from headrace.spec.model import ModelSpec, MoE
 
-_INDEX = "model.safetensors.index.json"
 _ENDS = "ends"
 
 
@@ -154,6 +153,7 @@ class _Run:
             work.inputs = layer.record()
             layer(hidden)
         packed = self._method.quantize(work, self._form, self._settings)
+        rounded = {name: matrix.dequantize() for name, matrix in packed.items()}
         stored: dict[str, torch.Tensor] = {}
         for name in names:
             if name in packed:
@@ -164,9 +164,9 @@ class _Run:
             else:
                 stored[name] = work.tensors[name].to(self._source.raw(name).dtype)
                 work.tensors[name] = stored[name].float()
-        loss = _loss(work, packed)
+        loss = _loss(work, rounded)
         self._write(part, stored, loss=loss)
-        return loss, work.tensors | {name: matrix.dequantize() for name, matrix in packed.items()}
+        return loss, work.tensors | rounded
 
     def ends(self, inside: set[str]) -> None:
         """Everything outside the layers as it is."""
@@ -181,7 +181,7 @@ class _Run:
         for part, line in self._journal.done.items():
             where |= dict.fromkeys(line["tensors"], _file(part))
         total = sum(int(line["bytes"]) for line in self._journal.done.values())
-        write_atomic(self._out / _INDEX, json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2))
+        write_atomic(self._out / INDEX, json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2))
         self._source.write_rest(self._out)
         linear = [n for n in self._source.names() if n not in quantized and _is_matrix(self._source, n)]
         ignored = [_module(n) for n in linear if "embed" not in n]
@@ -263,11 +263,11 @@ def _file(part: str) -> str:
     return f"model-{part}.safetensors"
 
 
-def _loss(work: LayerWork, packed: dict[str, Packed]) -> float:
+def _loss(work: LayerWork, rounded: dict[str, torch.Tensor]) -> float:
     lost = whole = 0.0
-    for name, matrix in packed.items():
+    for name, values in rounded.items():
         weight = work.tensors[name]
-        difference = matrix.dequantize() - weight
+        difference = values - weight
         inputs = work.inputs.get(name)
         if inputs is None or not inputs.count:
             lost, whole = lost + float(difference.square().sum()), whole + float(weight.square().sum())
@@ -300,4 +300,4 @@ def _file_bytes(paths: tuple[Path, ...]) -> int:
     return sum(path.stat().st_size for path in paths)
 
 
-__all__ = ["CalibrationText", "Inputs", "Progress", "Result", "Settings", "quantize"]
+__all__ = ["CalibrationText", "Progress", "Result", "Settings", "quantize"]

@@ -24,7 +24,7 @@ def open_weights(files: ModelFiles, config: EngineConfig) -> TensorSource:
             f"{files.root} holds no safetensors weights", field="model", remedy="load_format dummy draws random ones"
         )
     source = SafetensorsSource(paths)
-    quantization = files.config().get("quantization_config")
-    if not quantization:
+    quantization = files.quantization()
+    if quantization is None:
         return source
     return QuantizedSource(source, quantization, files.spec().checkpoint_precision)

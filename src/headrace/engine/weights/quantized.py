@@ -16,9 +16,7 @@ from headrace.engine.weights.safetensors import SafetensorsSource
 from headrace.engine.weights.source import Floats, Rows, Stored
 from headrace.spec.families._config import Config
 from headrace.spec.packing import BLOCK_KINDS
-from headrace.spec.quantization import ignored_modules
-
-_MATRIX_PARTS = ("attention", "mixer", "mlp", "experts", "shared_experts")
+from headrace.spec.quantization import MATRIX_PARTS, ignored_modules
 
 
 class QuantizedSource:
@@ -112,7 +110,7 @@ class QuantizedSource:
         for name in self._plain:
             module = _module(name)
             matrix = name.endswith(".weight") and len(self._raw.shape(name)) == 2
-            if matrix and part_of(module) in _MATRIX_PARTS and self.policy.named(module) is None:
+            if matrix and part_of(module) in MATRIX_PARTS and self.policy.named(module) is None:
                 raise CorruptCheckpoint(
                     f"tensor {name!r} is not quantized, but quantization_config ({self.method}) does not leave it alone",
                     field=name,

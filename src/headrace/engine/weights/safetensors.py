@@ -27,7 +27,7 @@ _CODE_DTYPES = {
 }
 """Types that only quantized checkpoints use; floats of 8 bits are given as their bytes."""
 _GGML_NAMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +107,16 @@ class SafetensorsRows:
 
 def checkpoint_paths(folder: Path) -> tuple[Path, ...]:
     """The safetensors files of a model folder; a shard that its index names and that is absent is a CorruptCheckpoint."""
-    index = folder / _INDEX
+    index = folder / INDEX
     if index.exists():
         try:
             table = json.loads(index.read_text())["weight_map"]
             shards = sorted(set(table.values()))
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CorruptCheckpoint(f"{_INDEX} is not a weights index: {error}", field=str(index)) from None
+            raise CorruptCheckpoint(f"{INDEX} is not a weights index: {error}", field=str(index)) from None
         for shard in shards:
             if Path(shard).name != shard or not (folder / shard).exists():
-                raise CorruptCheckpoint(f"shard {shard} named by {_INDEX} is missing", field=shard)
+                raise CorruptCheckpoint(f"shard {shard} named by {INDEX} is missing", field=shard)
         return tuple(folder / shard for shard in shards)
     return tuple(sorted(folder.glob("*.safetensors")))
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.base.errors import CorruptCheckpoint
+from headrace.base.units import ceil_div
 from headrace.engine.quant.arrays import Codes, QuantArrays, pack_pairs
 from headrace.engine.weights.safetensors import SafetensorsSource
 from headrace.spec.families._config import Config
@@ -39,9 +40,9 @@ class Reader(ABC):
     @abstractmethod
     def read(self, logical: str) -> QuantArrays: ...
 
+    @abstractmethod
     def shape(self, logical: str) -> tuple[int, ...]:
-        """Shape of the matrix [..., out, in]; by default it is read."""
-        return self.read(logical).shape
+        """Shape of the matrix [..., out, in]."""
 
     def has(self, name: str) -> bool:
         return name in self._names
@@ -66,9 +67,11 @@ class Reader(ABC):
             raise CorruptCheckpoint(f"tensor {name!r} holds NaN or infinity", field=name, remedy="download it again")
         return values
 
-    def halves(self, name: str) -> tuple[npt.NDArray[np.float16], bool]:
-        """Tensor `name` in fp16, as groups keep their scales, and whether a value had to be rounded."""
+    def scales(self, name: str) -> tuple[npt.NDArray[np.floating], bool]:
+        """Scales of integers in the format's type, fp16 for groups and fp32 otherwise, and whether one had to be rounded."""
         values = self.floats(name)
+        if self.stored.scaling != "group":
+            return values, False
         with np.errstate(over="ignore"):
             halves = values.astype(np.float16)
         if not np.isfinite(halves).all():
@@ -98,7 +101,7 @@ class Reader(ABC):
         """
         rows, columns = codes.shape
         size = columns if self.stored.scaling == "row" else self.stored.group_size
-        groups = -(-columns // size)
+        groups = ceil_div(columns, size)
         if scales.shape != (rows, groups):
             raise CorruptCheckpoint(
                 f"tensor {logical!r} [{rows}, {columns}] in groups of {size} needs scales [{rows}, {groups}], "

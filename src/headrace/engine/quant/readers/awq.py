@@ -40,7 +40,7 @@ class AWQReader(Reader):
         words = self.codes(weight_name, "I32")
         self.two_dimensional(weight_name, words)
         codes = _outputs_in_order(words).T
-        scales, rounded = self.halves(scales_name)
+        scales, rounded = self.scales(scales_name)
         zeros = None
         if self.has(zeros_name):
             stored = self.codes(zeros_name, "I32")

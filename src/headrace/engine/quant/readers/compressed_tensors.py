@@ -8,9 +8,9 @@ Packed: `weight_packed` int32 [out, in · bits / 32], lowest bits first, codes r
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from headrace.base.errors import CorruptCheckpoint, UnsupportedModel
+from headrace.base.units import ceil_div
 from headrace.engine.quant.arrays import QuantArrays, unpack_words
 from headrace.engine.quant.readers._contract import Reader
 
@@ -64,7 +64,7 @@ class CompressedTensorsReader(Reader):
             )
         rows, columns = self.shape(logical)
         words = self.codes(f"{logical}_packed", "I32")
-        expected = (rows, -(-columns * bits // 32))
+        expected = (rows, ceil_div(columns * bits, 32))
         if words.shape != expected:
             raise CorruptCheckpoint(
                 f"tensor {logical}_packed has shape {list(words.shape)}, {rows} x {columns} codes of {bits} bits "
@@ -72,7 +72,7 @@ class CompressedTensorsReader(Reader):
                 field=f"{logical}_packed",
             )
         codes = unpack_words(np.ascontiguousarray(words), bits)[:, :columns]
-        scales, rounded = self._scales(f"{logical}_scale")
+        scales, rounded = self.scales(f"{logical}_scale")
         if self.form == "int8":
             self._no_zeros(zeros_name)
             signed = (codes.astype(np.int16) - 128).astype(np.int8)
@@ -98,7 +98,7 @@ class CompressedTensorsReader(Reader):
                 raise CorruptCheckpoint(
                     f"tensor {logical!r} holds INT8, quantization_config says {self.form}", field=logical
                 )
-            scales, rounded = self._scales(f"{logical}_scale")
+            scales, rounded = self.scales(f"{logical}_scale")
             zeros = None
             if self.has(zeros_name):
                 zeros = (self.codes(zeros_name, "I8").astype(np.int16) + 128).astype(np.uint8)
@@ -116,11 +116,6 @@ class CompressedTensorsReader(Reader):
         return QuantArrays(
             self.form, codes.shape, {"codes": codes, "scales": self.floats(f"{logical}_scale").reshape(-1)}
         )
-
-    def _scales(self, name: str) -> tuple[npt.NDArray[np.floating], bool]:
-        if self.stored.scaling == "group":
-            return self.halves(name)
-        return self.floats(name), False
 
     def _no_zeros(self, name: str) -> None:
         if self.has(name) and (self.raw.codes(name) != 0).any():

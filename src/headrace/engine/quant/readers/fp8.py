@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from headrace.base.errors import CorruptCheckpoint
+from headrace.base.units import ceil_div
 from headrace.engine.quant.arrays import QuantArrays
 from headrace.engine.quant.readers._contract import Reader
 
@@ -34,7 +35,7 @@ class FP8Reader(Reader):
             )
         scales = self.floats(stored[0])
         if self.stored.scaling == "tile":
-            rows, columns = (-(-n // self.stored.group_size) for n in codes.shape)
+            rows, columns = (ceil_div(n, self.stored.group_size) for n in codes.shape)
             if scales.shape != (rows, columns):
                 raise CorruptCheckpoint(
                     f"tensor {stored[0]!r} has shape {list(scales.shape)}, expected {[rows, columns]}", field=stored[0]

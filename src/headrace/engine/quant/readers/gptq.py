@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.base.errors import CorruptCheckpoint, UnsupportedModel
+from headrace.base.units import ceil_div
 from headrace.engine.quant.arrays import QuantArrays, unpack_words
 from headrace.engine.quant.readers._contract import Reader
 
@@ -36,17 +37,14 @@ class GPTQReader(Reader):
         words = self.codes(weight_name, "I32")
         _, outputs = self.two_dimensional(weight_name, words)
         codes = unpack_words(np.ascontiguousarray(words.T), bits)
-        if self.stored.scaling == "row":
-            scales, rounded = self.floats(scales_name), False
-        else:
-            scales, rounded = self.halves(scales_name)
+        scales, rounded = self.scales(scales_name)
         zeros = None
         if self.has(zeros_name):
             stored = self.codes(zeros_name, "I32")
-            if stored.shape != (scales.shape[0], -(-outputs * bits // 32)):
+            expected = (scales.shape[0], ceil_div(outputs * bits, 32))
+            if stored.shape != expected:
                 raise CorruptCheckpoint(
-                    f"tensor {zeros_name!r} has shape {list(stored.shape)}, "
-                    f"expected {[scales.shape[0], -(-outputs * bits // 32)]}",
+                    f"tensor {zeros_name!r} has shape {list(stored.shape)}, expected {list(expected)}",
                     field=zeros_name,
                 )
             zeros = unpack_words(stored, bits)[:, :outputs].T
