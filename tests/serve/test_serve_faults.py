@@ -189,6 +189,13 @@ async def test_B67_flush_during_a_stream(served):
     assert served.engine.flushes == 1
 
 
+async def test_flush_reads_no_body(served):
+    """Clients that send none announce bytes of an unknown kind all the same."""
+    plain = {"content-type": "application/octet-stream"}
+    assert (await served.http.post("/reset_prefix_cache", headers=plain)).status_code == 200
+    assert (await served.http.post("/tokenize", headers=plain)).status_code == 415
+
+
 async def test_queue_limit_is_429_with_retry_after(serve):
     served = serve(max_num_seqs=2, max_waiting=1)
     served.engine.hold_after = 1

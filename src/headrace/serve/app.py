@@ -91,8 +91,9 @@ def create_app(
         await engine.flush_prefix_cache()
         return json_response({"status": "ok"})
 
-    def post(path: str, answer: Answerer) -> Route:
-        return Route(path, Endpoint(answer, max_body_bytes=config.max_body_bytes), methods=["POST"])
+    def post(path: str, answer: Answerer, *, takes_json: bool = True) -> Route:
+        endpoint = Endpoint(answer, max_body_bytes=config.max_body_bytes, takes_json=takes_json)
+        return Route(path, endpoint, methods=["POST"])
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -107,7 +108,7 @@ def create_app(
         post("/tokenize", Tokenize(front)),
         post("/detokenize", Detokenize(front)),
         Route("/tokenizer_info", show_tokenizer, methods=["GET"]),
-        post("/reset_prefix_cache", flush),
+        post("/reset_prefix_cache", flush, takes_json=False),
         Route("/health", health, methods=["GET"]),
         Route("/engine", show_engine, methods=["GET"]),
         Route("/metrics", show_metrics, methods=["GET"]),

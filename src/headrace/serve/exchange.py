@@ -49,16 +49,21 @@ def json_response(content: Any, status: int = 200) -> Response:
 
 
 class Endpoint:
-    """An ASGI app for one POST route. The answerer runs in a task that a disconnect cancels."""
+    """An ASGI app for one POST route. The answerer runs in a task that a disconnect cancels.
 
-    def __init__(self, answer: Answerer, *, max_body_bytes: int) -> None:
+    `takes_json`: it reads its body, which must then not say that it is something else than JSON.
+    """
+
+    def __init__(self, answer: Answerer, *, max_body_bytes: int, takes_json: bool = True) -> None:
         self._answer = answer
         self._max_body_bytes = max_body_bytes
+        self._takes_json = takes_json
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         received_s = time.monotonic()
         try:
-            require_json(scope)
+            if self._takes_json:
+                require_json(scope)
             body = await read_body(scope, receive, self._max_body_bytes)
         except ClientGone:
             return
