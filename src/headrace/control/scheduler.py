@@ -115,6 +115,8 @@ class Scheduler:
         self._slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._released_slots: list[int] = []  # free too, but the next plan must tell the executor
         self._in_flight: deque[tuple[StepPlan, list[tuple[Sequence, int]]]] = deque()
+        self._unpublished: list[tuple[Sequence, int]] = []
+        """Whose prompts grew since the last plan, in which incarnation."""
         self._next_number = 0
         self._next_step = 0
         # The first in line that did not fit, with what was free and published then: no use trying before that changes.
@@ -217,6 +219,7 @@ class Scheduler:
 
     def flush_prefix(self) -> None:
         """Forget every cached prefix. Live requests keep their blocks and publish again as they go on."""
+        self._publish_prompts()
         self._prefix.flush()
 
     def has_work(self) -> bool:
@@ -249,6 +252,7 @@ class Scheduler:
         Decodes come first, then running prefills, then new requests, within `max_batched_tokens`. With `alone`, a live
         request's id, every other one waits; no step may be in flight when that changes.
         """
+        self._publish_prompts()
         if not self._live:
             return None
         if alone is not None:
@@ -265,6 +269,14 @@ class Scheduler:
                 return None
             # Nothing planned and nothing in flight: a preemption may have made room, which the next round uses.
         raise AssertionError(f"the scheduler is stuck: {self.stats()}")
+
+    def _publish_prompts(self) -> None:
+        """Offer what prefill steps have computed. Not at their commit: a long prompt's first token need not wait for it."""
+        for sequence, incarnation in self._unpublished:
+            if sequence.state is State.RUNNING and sequence.incarnation == incarnation:
+                self._tables.publish(sequence)
+                self._tables.drop_behind_windows(sequence)
+        self._unpublished.clear()
 
     def _plan_alone(self, sequence: Sequence) -> StepPlan | None:
         now = ticks(self._clock.now())
@@ -519,6 +531,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> list[Output]:
         """Take in the result of the oldest step in flight; returns the new tokens and the ends of its requests.
 
+        Prompts that go on are published to the prefix cache by the next `plan`, after the tokens could be told.
         Rows of requests that ended meanwhile are discarded. Raises `ValueError` if it is not that step's result.
         """
         if not self._in_flight or self._in_flight[0][0].step_id != plan.step_id or result.step_id != plan.step_id:
@@ -577,8 +590,8 @@ class Scheduler:
             finish = self._end(sequence, FinishReason.LENGTH, now)
         if finish is None and current:
             if not decoding:
-                self._tables.publish(sequence)
-            if self._demand.windows:
+                self._unpublished.append((sequence, sequence.incarnation))
+            elif self._demand.windows:
                 self._tables.drop_behind_windows(sequence)
         if not tokens and finish is None:
             return None
@@ -636,7 +649,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert every invariant: blocks, tree, slots, ranges. Slow; for tests."""
-        self._tables.check(self._running)
+        self._tables.check(self._running, (sequence for sequence, _ in self._unpublished))
         in_use = [s.slot for s in self._running]
         assert sorted(in_use + self._slots) == list(range(self.config.max_num_seqs)), "slots were lost or doubled"
         assert len(self._live) == len(self._running) + len(self._waiting)
