@@ -1,25 +1,18 @@
-"""Command-line options made from dataclasses, so that a new field is an option of every verb that takes the class."""
+"""typer's form of what verbs take: options made from dataclasses, and from what `_declared` says."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import types
-import typing
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, fields
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from headrace.base.errors import InvalidInput
-from headrace.control.params import SamplingParams
-from headrace.spec.config import EngineConfig
+from headrace.cli._declared import ENGINE, Command, Fields, Option, Parameter, field_value, of_fields, pair
 
-ChatTemplateFile = Annotated[
-    Path | None, typer.Option("--chat-template", help="Jinja file to use instead of the model's chat template.")
-]
+__all__ = ["add", "engine_options", "options_of", "pair"]
 
 
 def options_of(
@@ -28,90 +21,59 @@ def options_of(
     """Replace a command's parameter, an instance of `dataclass`, by an option per field (an argument, if it has no
     default), named, typed, described and defaulted as the field is, or as `names` says. Its own checks see the values
     together."""
-    renamed = names or {}
-
-    def replace(command: Callable[..., Any]) -> Callable[..., Any]:
-        hints = typing.get_type_hints(dataclass, include_extras=True)
-        made = {field.name: _parameter(field, hints[field.name]) for field in fields(dataclass)}
-
-        @functools.wraps(command)
-        def run(**given: Any) -> Any:
-            values = {
-                name: _value(hints[name].__origin__, made[name].name, given.pop(made[name].name)) for name in made
-            }
-            return command(**{parameter: dataclass(**values)}, **given)
-
-        inner = inspect.signature(command, eval_str=True)
-        own = [p for name, p in inner.parameters.items() if name != parameter]
-        signature = inner.replace(parameters=[*own, *made.values()])
-        run.__signature__ = signature  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
-        return run
-
-    def _parameter(field: Field[Any], hint: Any) -> inspect.Parameter:
-        kind, text = hint.__origin__, hint.__metadata__[0]
-        name = renamed.get(field.name, field.name)
-        default: Any = field.default
-        info: Any
-        if default is MISSING:
-            info, default = typer.Argument(help=text, show_default=False), inspect.Parameter.empty
-        else:
-            flag = "--" + name.replace("_", "-")
-            if (element := _element(kind)) is not None:
-                if not flag.endswith("bias"):
-                    flag = flag.removesuffix("s")  # given once per value
-                kind, default = list[element], []  # type: ignore[valid-type]
-            names = [f"{flag}/--no-{flag[2:]}"] if kind is bool and default else [flag]
-            info = typer.Option(*names, help=text, rich_help_panel=panel, show_default=default not in (None, [], False))
-        return inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, info], default=default
-        )
-
-    return replace
+    return functools.partial(_replace, parameter, Fields(dataclass, panel, names or {}))
 
 
-engine_options = options_of(EngineConfig, "config", panel="Engine", names={"seed": "dummy_seed"})
+def add(app: typer.Typer, name: str, command: Command) -> None:
+    """Make a declared command a verb of `app`."""
+    run = command.run
+    for parameter, given in command.panels.items():
+        run = _replace(parameter, given, run)
+    app.command(name=name)(run)
+
+
+def _replace(parameter: str, given: Fields, command: Callable[..., Any]) -> Callable[..., Any]:
+    declared = of_fields(given)
+
+    @functools.wraps(command)
+    def run(**values: Any) -> Any:
+        made = {field.name: field_value(p.kind, p.name, values.pop(p.name)) for field, p in declared}
+        return command(**{parameter: given.dataclass(**made)}, **values)
+
+    inner = inspect.signature(command, eval_str=True)
+    own = [p.replace(annotation=_annotation(p.annotation)) for name, p in inner.parameters.items() if name != parameter]
+    signature = inner.replace(parameters=[*own, *(_typed(p) for _, p in declared)])
+    run.__signature__ = signature  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+    return run
+
+
+def _annotation(annotation: Any) -> Any:
+    """A parameter's annotation with typer's word for what it declares."""
+    if get_origin(annotation) is not Annotated:
+        return annotation
+    kind, said = get_args(annotation)
+    if not isinstance(said, Option):
+        return annotation
+    flags = [said.flag] if said.flag else []
+    return Annotated[kind, typer.Option(*flags, help=said.help, min=said.least, max=said.most)]
+
+
+def _typed(p: Parameter) -> inspect.Parameter:
+    kind: Any = p.kind
+    default: Any = inspect.Parameter.empty
+    info: Any
+    if p.default is MISSING:
+        info = typer.Argument(help=p.option.help, show_default=False)
+    else:
+        if p.element is not None:
+            kind = list[p.element]  # type: ignore[name-defined]
+        default = p.default
+        flag = f"{p.flag}/{p.off_flag}" if p.off_flag else p.flag
+        shown = default not in (None, [], False)
+        info = typer.Option(flag, help=p.option.help, rich_help_panel=p.panel, show_default=shown)
+    return inspect.Parameter(p.name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, info], default=default)
+
+
+engine_options = options_of(ENGINE.dataclass, "config", panel=ENGINE.panel, names=ENGINE.names)
 """An engine's options for a command with `config: EngineConfig`; `--seed` is left to sampling."""
-
-sampling_options = options_of(SamplingParams, "params", panel="Sampling")
-"""Sampling options for a command with `params: SamplingParams`."""
-
-
-def _element(kind: Any) -> type | None:
-    """What a repeatable option takes each time; None if the option takes one value."""
-    options = (
-        typing.get_args(kind)
-        if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
-        else (kind,)
-    )
-    for option in options:
-        origin = typing.get_origin(option)
-        if origin is Sequence:
-            element: type = typing.get_args(option)[0]
-            return element
-        if origin in (Mapping, tuple):
-            return str
-    return None
-
-
-def _value(kind: Any, name: str, given: Any) -> Any:
-    """A field's value from what typer made of its option."""
-    if _element(kind) is None:
-        return given
-    if kind == tuple[tuple[str, str], ...]:
-        return tuple(pair(name, text) for text in given)
-    if Mapping in [typing.get_origin(option) for option in typing.get_args(kind)]:
-        pairs = [pair(name, text) for text in given]
-        try:
-            return {int(key): float(number) for key, number in pairs}
-        except ValueError as error:
-            raise InvalidInput(f"takes ID=NUMBER: {error}", field=name) from None
-    return tuple(given)
-
-
-def pair(name: str, text: str) -> tuple[str, str]:
-    """NAME=VALUE as given to option `name`; InvalidInput if it is not."""
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise InvalidInput(f"takes NAME=VALUE, not {text!r}", field=name)
-    return key, value

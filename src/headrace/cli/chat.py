@@ -6,14 +6,13 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from headrace.base.errors import HeadraceError
-from headrace.cli._options import ChatTemplateFile, engine_options, sampling_options
+from headrace.cli._declared import ENGINE, SAMPLING, ChatTemplateFile, Command, Option
 from headrace.control.params import SamplingParams
 from headrace.spec.config import EngineConfig
 
 if TYPE_CHECKING:
+    import typer
     from rich.console import Console
 
     from headrace.llm import LLM
@@ -22,11 +21,9 @@ HELP = "/reset forgets the conversation · /system TEXT starts anew with a syste
 HINT = "Ctrl-C cuts an answer short · " + HELP
 
 
-@engine_options
-@sampling_options
 def chat(
     *,
-    system: Annotated[str | None, typer.Option(help="System message at the start of the conversation.")] = None,
+    system: Annotated[str | None, Option("System message at the start of the conversation.")] = None,
     chat_template: ChatTemplateFile = None,
     params: SamplingParams,
     config: EngineConfig,
@@ -123,5 +120,10 @@ def _ask(console: Console) -> Callable[[], str]:
     return lambda: console.input("[bold]> [/bold]")
 
 
+COMMAND = Command(chat, {"params": SAMPLING, "config": ENGINE})
+
+
 def register(app: typer.Typer) -> None:
-    app.command(name="chat")(chat)
+    from headrace.cli._options import add
+
+    add(app, "chat", COMMAND)

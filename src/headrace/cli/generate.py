@@ -6,27 +6,25 @@ import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from headrace.base.errors import InvalidInput
 from headrace.base.process import process_start_s
-from headrace.cli._options import ChatTemplateFile, engine_options, sampling_options
+from headrace.cli._declared import ENGINE, SAMPLING, ChatTemplateFile, Command, Option
 from headrace.control.params import SamplingParams
 from headrace.spec.config import EngineConfig
 
 if TYPE_CHECKING:
+    import typer
+
     from headrace.llm import LLM, Completion
 
 
-@engine_options
-@sampling_options
 def generate(
     *,
-    prompt: Annotated[list[str], typer.Option(help="Text to continue; - reads it from stdin. May be repeated.")],
-    chat: Annotated[bool, typer.Option("--chat", help="Take each prompt as a user's message and answer it.")] = False,
+    prompt: Annotated[list[str], Option("Text to continue; - reads it from stdin. May be repeated.")],
+    chat: Annotated[bool, Option("Take each prompt as a user's message and answer it.", "--chat")] = False,
     chat_template: ChatTemplateFile = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
-    timings: Annotated[bool, typer.Option("--timings", help="Say where the time to the first token went.")] = False,
+    json: Annotated[bool, Option("Print one JSON object instead of the text.", "--json")] = False,
+    timings: Annotated[bool, Option("Say where the time to the first token went.", "--timings")] = False,
     params: SamplingParams,
     config: EngineConfig,
 ) -> None:
@@ -67,7 +65,7 @@ def generate(
         failed = [c.error for c in done if c.error is not None]
     if failed:
         print(f"headrace: {failed[0]}", file=sys.stderr)
-        raise typer.Exit(1)
+        sys.exit(1)
 
 
 def _timings(llm: LLM, started_s: float, first_s: float | None, done: list[Completion]) -> dict[str, float]:
@@ -98,5 +96,10 @@ def _print_json(llm: LLM, done: list[Completion], seconds: dict[str, float] | No
     print(msgspec.json.encode(body).decode())
 
 
+COMMAND = Command(generate, {"params": SAMPLING, "config": ENGINE})
+
+
 def register(app: typer.Typer) -> None:
-    app.command(name="generate")(generate)
+    from headrace.cli._options import add
+
+    add(app, "generate", COMMAND)

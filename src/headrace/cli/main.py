@@ -1,18 +1,18 @@
 """The `headrace` command. Each other module of this folder is one verb and exports `register(app)`."""
 
-import ast
+from __future__ import annotations
+
 import importlib
-import importlib.util
 import pkgutil
 import sys
-from pathlib import Path
-from typing import Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 import headrace
 import headrace.cli
 from headrace.base.errors import HeadraceError, InvalidInput
+
+if TYPE_CHECKING:
+    import typer
 
 
 def verbs() -> list[str]:
@@ -26,6 +26,8 @@ def verbs() -> list[str]:
 
 def build(verb: str | None) -> typer.Typer:
     """The application with the one verb asked for, or (for help and for mistyped names) with a list of all of them."""
+    import typer
+
     app = typer.Typer(
         name="headrace",
         help="LLM inference with evidence: plan, serve, measure and advise.",
@@ -41,9 +43,9 @@ def build(verb: str | None) -> typer.Typer:
 
     @app.callback()
     def root(
-        version: Annotated[
-            bool, typer.Option("--version", help="Print the version and exit.", callback=say_version, is_eager=True)
-        ] = False,
+        version: bool = typer.Option(
+            False, "--version", help="Print the version and exit.", callback=say_version, is_eager=True
+        ),
     ) -> None: ...
 
     if verb is not None:
@@ -60,7 +62,11 @@ def _module(verb: str) -> str:
 
 def _summary(verb: str) -> str:
     """What a verb's file says about itself in its first line, read without running it."""
-    found = importlib.util.find_spec(_module(verb))
+    import ast
+    from importlib.util import find_spec
+    from pathlib import Path
+
+    found = find_spec(_module(verb))
     assert found is not None
     assert found.origin is not None
     line = (ast.get_docstring(ast.parse(Path(found.origin).read_bytes())) or "").partition("\n")[0]
@@ -77,7 +83,8 @@ def main(argv: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if argv is None else argv
     verb = arguments[0] if arguments and arguments[0] in verbs() else None
     try:
-        build(verb)(arguments)
+        if verb is None or not _run_plain(verb, arguments[1:]):
+            build(verb)(arguments)
     except InvalidInput as error:
         sys.exit(_say(error, 2))
     except HeadraceError as error:
@@ -85,6 +92,23 @@ def main(argv: list[str] | None = None) -> None:
     except BrokenPipeError:  # the reader of our output is gone (`headrace … | head`)
         sys.stderr.close()
         sys.exit(1)
+
+
+def _run_plain(verb: str, arguments: list[str]) -> bool:
+    """Run the verb without typer if it says what it takes and the line is plain; whether it did."""
+    command = getattr(importlib.import_module(_module(verb)), "COMMAND", None)
+    if command is None:
+        return False
+    from headrace.cli._plain import read
+
+    if (given := read(command, arguments)) is None:
+        return False
+    try:
+        command.run(**given)
+    except KeyboardInterrupt:
+        print("Aborted.", file=sys.stderr)
+        sys.exit(1)
+    return True
 
 
 def _say(error: HeadraceError, code: int) -> int:

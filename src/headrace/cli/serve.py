@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from headrace.base.errors import InvalidInput
-from headrace.cli._options import ChatTemplateFile, engine_options
+from headrace.cli._declared import ENGINE, ChatTemplateFile, Command, Option
 from headrace.spec.config import EngineConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import typer
     from starlette.types import ASGIApp
 
     from headrace.serve.config import ServeConfig
@@ -21,35 +20,32 @@ if TYPE_CHECKING:
     from headrace.text.template import ChatTemplate
     from headrace.text.tokenizer import Tokenizer
 
-PANEL = "Server"
 
-
-@engine_options
 def serve(
     *,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 8000,
+    host: Annotated[str, Option("Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, Option("Port to listen on.", least=1, most=65535)] = 8000,
     served_model_name: Annotated[
-        list[str], typer.Option(help="Name that clients ask for; the first is reported back. May be repeated.")
+        list[str], Option("Name that clients ask for; the first is reported back. May be repeated.")
     ] = [],  # noqa: B006
     api_key: Annotated[
         list[str],
-        typer.Option(help="Key that clients must send. May be repeated; HEADRACE_API_KEY adds more, comma-separated."),
+        Option("Key that clients must send. May be repeated; HEADRACE_API_KEY adds more, comma-separated."),
     ] = [],  # noqa: B006
-    api_key_file: Annotated[Path | None, typer.Option(help="File with more keys, one a line.")] = None,
+    api_key_file: Annotated[Path | None, Option("File with more keys, one a line.")] = None,
     generation_config: Annotated[
-        bool, typer.Option(help="Take sampling that a request leaves unset from the model's generation_config.json.")
+        bool, Option("Take sampling that a request leaves unset from the model's generation_config.json.")
     ] = True,
     chat_template: ChatTemplateFile = None,
-    max_waiting: Annotated[int, typer.Option(help="Sequences that may wait before clients get 429.")] = 512,
-    max_sequences: Annotated[int, typer.Option(help="Most sequences of one request: prompts times n.")] = 256,
-    max_body_bytes: Annotated[int, typer.Option(help="Largest request body.")] = 8 * 2**20,
-    request_limit_s: Annotated[float, typer.Option(help="Seconds after which a request ends with an error.")] = 1800.0,
-    drain_s: Annotated[float, typer.Option(help="Seconds that running requests may take after SIGTERM.")] = 30.0,
-    cors_origin: Annotated[list[str], typer.Option(help="Origin that browsers may call from. May be repeated.")] = [],  # noqa: B006
-    tokenizer_threads: Annotated[int, typer.Option(help="Threads that encode and decode text.", min=1)] = 2,
-    access_log: Annotated[bool, typer.Option("--access-log", help="Log every request.")] = False,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    max_waiting: Annotated[int, Option("Sequences that may wait before clients get 429.")] = 512,
+    max_sequences: Annotated[int, Option("Most sequences of one request: prompts times n.")] = 256,
+    max_body_bytes: Annotated[int, Option("Largest request body.")] = 8 * 2**20,
+    request_limit_s: Annotated[float, Option("Seconds after which a request ends with an error.")] = 1800.0,
+    drain_s: Annotated[float, Option("Seconds that running requests may take after SIGTERM.")] = 30.0,
+    cors_origin: Annotated[list[str], Option("Origin that browsers may call from. May be repeated.")] = [],  # noqa: B006
+    tokenizer_threads: Annotated[int, Option("Threads that encode and decode text.", least=1)] = 2,
+    access_log: Annotated[bool, Option("Log every request.", "--access-log")] = False,
+    log_level: Annotated[str, Option("debug, info, warning or error.")] = "info",
     config: EngineConfig,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API."""
@@ -148,5 +144,10 @@ def _pages() -> Mapping[str, ASGIApp]:
     return {"/plan": web.app()}
 
 
+COMMAND = Command(serve, {"config": ENGINE})
+
+
 def register(app: typer.Typer) -> None:
-    app.command(name="serve")(serve)
+    from headrace.cli._options import add
+
+    add(app, "serve", COMMAND)
