@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import queue
@@ -28,8 +27,8 @@ from headrace.control.api import (
     ToEngine,
 )
 from headrace.control.request import Request
+from headrace.engine.endings import REFUSALS, ending
 from headrace.engine.loop import EngineLoop
-from headrace.engine.streams import REFUSALS, OutputStream, ending
 
 if TYPE_CHECKING:
     from headrace.engine.launch import EngineCore
@@ -88,6 +87,10 @@ class InProcessEngine:
         return self._stats
 
     async def generate(self, request: Request) -> AsyncIterator[Output]:
+        import asyncio  # which programs without an event loop need not load
+
+        from headrace.engine.streams import OutputStream
+
         loop = asyncio.get_running_loop()
         stream = OutputStream(request)
         self.submit(request, lambda output: loop.call_soon_threadsafe(stream.put, output))
@@ -113,6 +116,8 @@ class InProcessEngine:
         self._inbox.put(FlushPrefixCache())
 
     async def close(self, drain_s: float = 0.0) -> None:
+        import asyncio
+
         await asyncio.to_thread(self.stop, drain_s)
 
     def stop(self, drain_s: float = 0.0) -> None:

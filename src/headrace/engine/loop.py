@@ -36,7 +36,7 @@ from headrace.control.api import (
 from headrace.control.request import Request
 from headrace.control.scheduler import Scheduler
 from headrace.control.step import Executor, StepHandle, StepPlan
-from headrace.engine.streams import ending
+from headrace.engine.endings import ending
 
 log = logging.getLogger("headrace.engine")
 

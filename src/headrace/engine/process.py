@@ -39,7 +39,8 @@ from headrace.control.api import (
 )
 from headrace.control.request import Request
 from headrace.engine.child import Orders
-from headrace.engine.streams import REFUSALS, OutputStream
+from headrace.engine.endings import REFUSALS
+from headrace.engine.streams import OutputStream
 from headrace.spec.config import EngineConfig
 
 log = logging.getLogger("headrace.engine")

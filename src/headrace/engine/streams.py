@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from headrace.control.api import EngineState, Finish, FinishReason, Output
+from headrace.control.api import FinishReason, Output
 from headrace.control.request import Request
-
-# Why a request is turned away in each state but `ready`.
-REFUSALS: dict[EngineState, str] = {
-    "starting": "the engine is starting",
-    "restarting": "the engine is restarting after a failure",
-    "draining": "the engine is shutting down",
-    "dead": "the engine is not running",
-}
+from headrace.engine.endings import ending
 
 
 def merge(outputs: list[Output]) -> Output:
@@ -60,13 +53,3 @@ class OutputStream:
         self._arrived.clear()
         pending, self._pending = self._pending, []
         return merge(pending)
-
-
-def ending(request: Request, completion_tokens: int, reason: FinishReason, error: str) -> Finish:
-    return Finish(
-        reason=reason,
-        prompt_tokens=len(request.prompt_token_ids),
-        completion_tokens=completion_tokens,
-        cached_tokens=0,
-        error=error,
-    )

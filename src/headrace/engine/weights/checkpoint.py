@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 from headrace.base.errors import CorruptCheckpoint
-from headrace.engine.quant.arrays import QuantArrays
-from headrace.engine.weights.dummy import DummySource
-from headrace.engine.weights.quantized import QuantizedSource
 from headrace.engine.weights.source import Floats, Rows, Stored, TensorSource
+
+if TYPE_CHECKING:
+    from headrace.engine.quant.arrays import QuantArrays
 
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$|^rope_freqs\.weight$|^rope_factors_(long|short)\.weight$")
 """Tensors that repeat what the configuration says; they are never taken."""
@@ -19,25 +20,28 @@ class Checkpoint:
 
     def __init__(self, source: TensorSource) -> None:
         self._source = source
+        # Asked of the source rather than of its class, so that a start imports the one kind of source that it reads.
+        self._made_up = hasattr(source, "read_as")
+        self._may_be_packed = hasattr(source, "is_packed")
         self._taken: set[str] = set()
 
     def take(self, name: str, shape: tuple[int, ...]) -> Floats:
         """Tensor `name` as fp32; CorruptCheckpoint if it is missing or not of `shape`."""
         self._check(name, shape)
-        if isinstance(self._source, DummySource):
+        if self._made_up:
             return self._source.read_as(name, shape)
         return self._source.read(name)
 
     def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
         """Tensor `name` as its file holds it; CorruptCheckpoint if it is missing or not of `shape`."""
         self._check(name, shape)
-        if isinstance(self._source, DummySource):
+        if self._made_up:
             return Stored.of_floats(self._source.read_as(name, shape))
         return self._source.stored(name)
 
     def packed(self, name: str, shape: tuple[int, ...]) -> QuantArrays | None:
         """Matrix `name` as a quantized checkpoint holds it, or None where it is plain; CorruptCheckpoint as for `take`."""
-        if not isinstance(self._source, QuantizedSource) or not self._source.is_packed(name):
+        if not self._may_be_packed or not self._source.is_packed(name):
             return None
         self._check(name, shape)
         return self._source.packed(name)
@@ -49,7 +53,7 @@ class Checkpoint:
 
     def has(self, name: str) -> bool:
         """Whether the tensor exists (dummy weights have every one)."""
-        return isinstance(self._source, DummySource) or name in self._source.names()
+        return self._made_up or name in self._source.names()
 
     def leave(self, name: str) -> None:
         """Say that `name` may be present and is not needed."""
@@ -68,7 +72,7 @@ class Checkpoint:
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         self._taken.add(name)
-        if isinstance(self._source, DummySource):
+        if self._made_up:
             return
         found = self._source.shape(name)
         if found != shape:
