@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.engine.kernels.codes import INT8, PLAIN, even, geometry, joined, odd
+
 
 @triton.jit(do_not_specialize=["count"])
 def _scatter(table, pairs, count, BLOCK: tl.constexpr):
@@ -41,8 +43,9 @@ def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:
 
 @triton.jit(do_not_specialize=["align"])
 def _gather(
-    kv, tables, chunks, offsets, out, align, table_stride, block_stride, out_stride,
+    kv, scales, tables, chunks, offsets, out, align, table_stride, block_stride, out_stride,
     KV_HEADS: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr, BT: tl.constexpr, BLOCK: tl.constexpr,
+    CODE: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(1)
     start = tl.load(chunks + 4 * chunk + 1)
@@ -55,8 +58,18 @@ def _gather(
         d = tl.arange(0, D_P)[None, :]
         there = n < start
         page = tl.load(tables + slot * table_stride + n // BT, there, 0).to(tl.int64)
-        at = page * block_stride + part * (BT * D) + (n % BT) * D
-        values = tl.load(kv + at[:, None] + d, there[:, None] & (d < D), 0.0).to(out.dtype.element_ty)
+        token = part * BT + n % BT
+        if CODE == PLAIN:
+            at = page * block_stride + token * D
+            values = tl.load(kv + at[:, None] + d, there[:, None] & (d < D), 0.0).to(out.dtype.element_ty)
+        else:
+            w = tl.arange(0, D_P // 2)[None, :]
+            at = page * block_stride + token * (D // 2)
+            words = tl.load(kv + at[:, None] + w, there[:, None] & (w < D // 2), 0)
+            values = joined(even(words, CODE, tl.float32), odd(words, CODE, tl.float32))
+            if CODE == INT8:
+                values *= tl.load(scales + page * block_stride + token, there, 0.0).to(tl.float32)[:, None]
+            values = values.to(out.dtype.element_ty)
         inside = n < tl.cdiv(start, align) * align
         tl.store(out + (offset + n)[:, None] * out_stride + part * D + d, values, inside[:, None] & (d < D))
 
@@ -70,15 +83,17 @@ def gather_rows(
     longest: int,
     *,
     align: int,
+    scales: torch.Tensor | None = None,
 ) -> None:
     """Cached keys and values of each chunk, token by token: out [rows, 2 * kv_heads * dim] from row `offsets[i]` on.
 
-    `chunks` as `prefill_attention` takes them; what lies before their start is gathered (at most `longest` tokens). Each
-    chunk's rows are filled up with zeros to a multiple of `align`.
+    `kv`, `scales`: see `headrace.engine.kernels.codes.geometry`. `chunks` as `prefill_attention` takes them; what lies before
+    their start is gathered (at most `longest` tokens). Each chunk's rows are filled up with zeros to a multiple of `align`.
     """
-    _, _, kv_heads, block_tokens, dim = kv.shape
+    code, kv_heads, block_tokens, dim = geometry(kv, scales)
     block = 64
     _gather[(triton.cdiv(triton.cdiv(longest, align) * align, block), len(chunks), 2 * kv_heads)](
-        kv, tables, chunks, offsets, out, align, tables.stride(0), kv.stride(0), out.stride(0),
-        KV_HEADS=kv_heads, D=dim, D_P=triton.next_power_of_2(dim), BT=block_tokens, BLOCK=block, num_warps=4,
+        kv, kv if scales is None else scales, tables, chunks, offsets, out, align, tables.stride(0), kv.stride(0), out.stride(0),
+        KV_HEADS=kv_heads, D=dim, D_P=triton.next_power_of_2(dim), BT=block_tokens, BLOCK=block, CODE=code,
+        num_warps=4,
     )  # fmt: skip

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 
 from headrace.engine.kernels.activation import tanh
-from headrace.engine.kernels.rope import rotated
+from headrace.engine.kernels.codes import INT8, PLAIN, VALUE_UNIT, even, geometry, joined, odd, padded_dim, parts
+from headrace.engine.kernels.rope import put_token, rotated
 
 LOG2E = tl.constexpr(1.4426950408889634)
 SPAN = tl.constexpr(8)
@@ -41,14 +42,73 @@ def split_range(low, end, splits, min_chunk, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def over_pages(
+    q, kv, scales, table, kv_head, begin, stop, acc, top, total, scale, softcap, block_stride,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr, BT: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CODE: tl.constexpr,
+):  # fmt: skip
+    """The cached keys and values [begin, stop) of a sequence, whose blocks `table` points at, into the online softmax of q."""
+    if CODE == PLAIN:
+        acc, top, total = over_numbers(
+            q, kv, table, kv_head * (BT * D), begin, stop, acc, top, total, scale, softcap, block_stride,
+            KV_HEADS, D, D_P, BT, SOFTCAP, BLOCK_N, STAGES,
+        )  # fmt: skip
+    else:
+        acc, top, total = over_codes(
+            q, kv, scales, table, kv_head, begin, stop, acc, top, total, scale, softcap, block_stride,
+            KV_HEADS, D, D_P, BT, SOFTCAP, BLOCK_N, STAGES, CODE,
+        )  # fmt: skip
+    return acc, top, total
+
+
+@triton.jit
+def over_codes(
+    q, kv, scales, table, kv_head, begin, stop, acc, top, total, scale, softcap, block_stride,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr, BT: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CODE: tl.constexpr,
+):  # fmt: skip
+    """`over_pages` of a cache of codes; see `headrace.engine.kernels.codes`."""
+    WORDS: tl.constexpr = D // 2
+    w = tl.arange(0, D_P // 2)
+    q_even, q_odd = parts(q)
+    if CODE == INT8:
+        acc *= VALUE_UNIT
+    acc_even, acc_odd = parts(acc)
+    for n0 in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
+        n = n0 + tl.arange(0, BLOCK_N)
+        seen = n < stop
+        block = tl.load(table + n // BT, seen, 0).to(tl.int64) * block_stride
+        at = block + kv_head * (BT * WORDS) + (n % BT) * WORDS
+        k = tl.load(kv + at[None, :] + w[:, None], seen[None, :] & (w[:, None] < WORDS), 0)
+        scores = tl.dot(q_even, even(k, CODE, q.dtype), input_precision="ieee")
+        scores = tl.dot(q_odd, odd(k, CODE, q.dtype), scores, input_precision="ieee")
+        scale_at = scales + block + kv_head * BT + n % BT
+        if CODE == INT8:
+            scores *= tl.load(scale_at, seen, 0.0).to(tl.float32)[None, :]
+        scores = tl.where(seen[None, :], scored(scores, scale, softcap, SOFTCAP), float("-inf"))
+        best = tl.maximum(top, tl.max(scores, 1))
+        shrink = tl.exp2(top - best)
+        weights = tl.exp2(scores - best[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        if CODE == INT8:
+            weights *= (tl.load(scale_at + KV_HEADS * BT, seen, 0.0).to(tl.float32) * VALUE_UNIT)[None, :]
+        shares = weights.to(q.dtype)
+        v = tl.load(kv + KV_HEADS * BT * WORDS + at[:, None] + w[None, :], seen[:, None] & (w[None, :] < WORDS), 0)
+        acc_even = tl.dot(shares, even(v, CODE, q.dtype), acc_even * shrink[:, None], input_precision="ieee")
+        acc_odd = tl.dot(shares, odd(v, CODE, q.dtype), acc_odd * shrink[:, None], input_precision="ieee")
+        top = best
+    acc = joined(acc_even, acc_odd)
+    if CODE == INT8:
+        acc *= 1.0 / VALUE_UNIT
+    return acc, top, total
+
+
+@triton.jit
+def over_numbers(
     q, kv, table, head_at, begin, stop, acc, top, total, scale, softcap, block_stride,
     KV_HEADS: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr, BT: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The cached keys and values [begin, stop) of a sequence, whose blocks `table` points at, into the online softmax of q.
-
-    `head_at`: the KV head's place in a block.
-    """
+    """`over_pages` of a cache of plain numbers; `head_at`: the KV head's place in a block."""
     d = tl.arange(0, D_P)
     for n0 in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
         n = n0 + tl.arange(0, BLOCK_N)
@@ -72,14 +132,14 @@ def over_pages(
     do_not_specialize=["splits", "all_splits", "window", "min_chunk", "prefix_splits", "prefix_chunk", "counter_stride"]
 )
 def _decode(
-    qkv, out, kv, tables, slots, positions, firsts, q_norm, k_norm, cos_sin, sinks, partial, lse, counters,
+    qkv, out, kv, scales, tables, slots, positions, firsts, q_norm, k_norm, cos_sin, sinks, partial, lse, counters,
     scale, softcap, window, eps, splits, all_splits, min_chunk, prefix_splits, prefix_chunk,
     qkv_stride, table_stride, block_stride, counter_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr,
     D: tl.constexpr, D_P: tl.constexpr, BT: tl.constexpr, ROPE_DIM: tl.constexpr,
     NORM: tl.constexpr, FUSED: tl.constexpr, PREFIX: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PREFIX_BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr, STAGES: tl.constexpr, CODE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -118,8 +178,9 @@ def _decode(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D_P], tl.float32)
-    page_size = BT * D
-    head_at = kv_head * page_size
+    # Queries are multiplied with codes as fp16; see `headrace.engine.kernels.codes`.
+    if CODE != PLAIN:
+        dtype = dtype if dtype == tl.float32 else tl.float16
     if FUSED:
         turn = cos_sin + position.to(tl.int64) * ROPE_DIM
         q = rotated(base, d[None, :], q_inside, q_norm, turn, eps, D, ROPE_DIM, NORM).to(dtype)
@@ -127,22 +188,23 @@ def _decode(
             # The new token's own key and value come from the projection and go into the cache here.
             one = (tl.arange(0, 1)[:, None] == 0) & (d[None, :] < D)
             k_base = first + (HEADS + kv_head + tl.arange(0, 1)[:, None]) * D
-            k_new = rotated(k_base, d[None, :], one, k_norm, turn, eps, D, ROPE_DIM, NORM).to(kv.dtype.element_ty)
-            v_new = tl.load(first + (HEADS + KV_HEADS + kv_head) * D + d[None, :], one, 0.0).to(kv.dtype.element_ty)
+            k_new = rotated(k_base, d[None, :], one, k_norm, turn, eps, D, ROPE_DIM, NORM)
+            v_new = tl.load(first + (HEADS + KV_HEADS + kv_head) * D + d[None, :], one, 0.0)
             page = tl.load(tables + slot * table_stride + position // BT).to(tl.int64)
-            target = kv + page * block_stride + head_at + (position % BT) * D + d[None, :]
-            tl.store(target, k_new, one & (page >= 0))
-            tl.store(target + KV_HEADS * page_size, v_new, one & (page >= 0))
+            k_new, v_new = put_token(
+                k_new, v_new, kv, scales, page * block_stride, position % BT, kv_head + tl.arange(0, 1), d,
+                one & (page >= 0), KV_HEADS, D, BT, CODE,
+            )  # fmt: skip
             top = scored(tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1), scale, softcap, SOFTCAP)
             total += 1.0
             acc += v_new.to(tl.float32)
     else:
-        q = tl.load(base + d[None, :], q_inside, 0.0)
+        q = tl.load(base + d[None, :], q_inside, 0.0).to(dtype)
     begin = low + split * chunk
     stop = tl.minimum(begin + chunk, end)
     acc, top, total = over_pages(
-        q, kv, tables + slot * table_stride, head_at, begin, stop, acc, top, total, scale, softcap, block_stride,
-        KV_HEADS, D, D_P, BT, SOFTCAP, BLOCK_N, STAGES,
+        q, kv, scales, tables + slot * table_stride, kv_head, begin, stop, acc, top, total, scale, softcap, block_stride,
+        KV_HEADS, D, D_P, BT, SOFTCAP, BLOCK_N, STAGES, CODE,
     )  # fmt: skip
     if PDL and PREFIX:
         # The projection was complete before the shared prefixes' kernel let this one start; their parts are needed now.
@@ -274,11 +336,11 @@ def merged(partial, lse, first, stride, count, GROUP_P: tl.constexpr, D_P: tl.co
 
 @triton.jit(do_not_specialize=["splits", "suffix_splits", "all_splits", "min_chunk"])
 def _prefix(
-    qkv, kv, tables, slots, positions, tiles, q_norm, cos_sin, partial, lse,
+    qkv, kv, scales, tables, slots, positions, tiles, q_norm, cos_sin, partial, lse,
     scale, softcap, eps, splits, suffix_splits, all_splits, min_chunk, qkv_stride, table_stride, block_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr,
     BT: tl.constexpr, ROPE_DIM: tl.constexpr, NORM: tl.constexpr, FUSED: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr, CODE: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         # In this order: what starts now finds the projection complete.
@@ -301,20 +363,22 @@ def _prefix(
     base = qkv + (row.to(tl.int64) * qkv_stride + (kv_head * GROUP + g) * D)[:, None]
     q_inside = inside[:, None] & (d[None, :] < D)
     dtype = qkv.dtype.element_ty
+    if CODE != PLAIN:
+        dtype = dtype if dtype == tl.float32 else tl.float16
     if FUSED:
         position = tl.load(positions + row, inside, 0).to(tl.int64)
         turn = cos_sin + (position * ROPE_DIM)[:, None]
         q = rotated(base, d[None, :], q_inside, q_norm, turn, eps, D, ROPE_DIM, NORM).to(dtype)
     else:
-        q = tl.load(base + d[None, :], q_inside, 0.0)
+        q = tl.load(base + d[None, :], q_inside, 0.0).to(dtype)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D_P], tl.float32)
     begin = split * chunk
     stop = tl.minimum(begin + chunk, prefix)
     acc, top, total = over_pages(
-        q, kv, tables + slot * table_stride, kv_head * (BT * D), begin, stop, acc, top, total, scale, softcap,
-        block_stride, KV_HEADS, D, D_P, BT, SOFTCAP, BLOCK_N, STAGES,
+        q, kv, scales, tables + slot * table_stride, kv_head, begin, stop, acc, top, total, scale, softcap,
+        block_stride, KV_HEADS, D, D_P, BT, SOFTCAP, BLOCK_N, STAGES, CODE,
     )  # fmt: skip
     part = (row.to(tl.int64) * KV_HEADS + kv_head) * all_splits + suffix_splits + split
     there = (row < row1) & (g < GROUP_P)
@@ -327,7 +391,7 @@ class DecodeWorkspace:
 
     def __init__(self, rows: int, kv_heads: int, group: int, dim: int, splits_of_rows, device: torch.device) -> None:
         """`splits_of_rows(n)`: the largest number of splits that a step of n rows uses."""
-        group_p, dim_p = triton.next_power_of_2(group), max(16, triton.next_power_of_2(dim))
+        group_p, dim_p = triton.next_power_of_2(group), padded_dim(INT8.value, dim)
         most = max(n * splits_of_rows(n) for n in range(1, rows + 1)) * kv_heads * group_p
         self.partial = torch.empty(most * dim_p, dtype=torch.float32, device=device)
         self.lse = torch.empty(most, dtype=torch.float32, device=device)
@@ -353,6 +417,7 @@ def decode_attention(
     *,
     scale: float,
     splits: int,
+    scales: torch.Tensor | None = None,
     min_chunk: int = 128,
     cos_sin: torch.Tensor | None = None,
     rope_dim: int = 0,
@@ -377,37 +442,39 @@ def decode_attention(
     """out [rows, heads * dim] = attention of each row's query over its slot's context up to `positions[row]`.
 
     `qkv` [rows, (heads + 2 kv_heads) * dim]. With `cos_sin` the projection is raw: this kernel normalizes and rotates it and
-    writes the row's key and value to the cache; otherwise `rope_cache` has done so. `kv` [blocks, 2, kv_heads, block_tokens,
-    dim]. Rows with slot -1 give zeros. Cascade: `firsts` [rows] keys are shared; `tiles` [n, 3] (first row, end row, shared
-    keys) says which rows share them, at most 64 / next_power_of_2(group) rows a tile.
+    writes the row's key and value to the cache; otherwise `rope_cache` has done so. `kv`, `scales`: see
+    `headrace.engine.kernels.codes.geometry`. Rows with slot -1 give zeros. Cascade: `firsts` [rows] keys are shared; `tiles`
+    [n, 3] (first row, end row, shared keys) says which rows share them, at most 64 / next_power_of_2(group) rows a tile.
     """
     rows = len(slots)
-    _, _, kv_heads, block_tokens, dim = kv.shape
+    code, kv_heads, block_tokens, dim = geometry(kv, scales)
     group = heads // kv_heads
-    group_p, dim_p = triton.next_power_of_2(group), max(16, triton.next_power_of_2(dim))
+    group_p, dim_p = triton.next_power_of_2(group), padded_dim(code, dim)
     fused, prefix = cos_sin is not None, tiles is not None
     assert not (prefix and window is not None)
     assert splits <= (work.counter_stride - 1) * SPAN.value
     all_splits = splits + prefix_splits if prefix else splits
     some = work.lse
+    given_scales = kv if scales is None else scales
     shape = {"GROUP": group, "GROUP_P": group_p, "D": dim, "D_P": dim_p}
     norms = (some if q_norm is None else q_norm, some if k_norm is None else k_norm)
     rotation = {"ROPE_DIM": rope_dim if fused else 0, "NORM": q_norm is not None, "FUSED": fused}
     early = {"launch_pdl": True} if pdl else {}
     if prefix:
         _prefix[(len(tiles), kv_heads, prefix_splits)](
-            qkv, kv, tables, slots, positions, tiles, norms[0], cos_sin if fused else some, work.partial, work.lse,
+            qkv, kv, given_scales, tables, slots, positions, tiles, norms[0], cos_sin if fused else some, work.partial, work.lse,
             scale, softcap or 0.0, eps, prefix_splits, splits, all_splits, prefix_chunk,
             qkv.stride(0), tables.stride(0), kv.stride(0),
             KV_HEADS=kv_heads, **shape, BT=block_tokens, **rotation, SOFTCAP=softcap is not None, BLOCK_M=64,
-            BLOCK_N=prefix_block_n, PDL=pdl, STAGES=prefix_stages, num_warps=prefix_warps, **early,
+            BLOCK_N=prefix_block_n, PDL=pdl, STAGES=prefix_stages, CODE=code, num_warps=prefix_warps, **early,
         )  # fmt: skip
     _decode[(rows, kv_heads, splits)](
-        qkv, out, kv, tables, slots, positions, firsts if prefix else slots, *norms, cos_sin if fused else some,
-        some if sinks is None else sinks, work.partial, work.lse, work.counters,
+        qkv, out, kv, given_scales, tables, slots, positions, firsts if prefix else slots, *norms,
+        cos_sin if fused else some, some if sinks is None else sinks, work.partial, work.lse, work.counters,
         scale, softcap or 0.0, window or 0, eps, splits, all_splits, min_chunk, prefix_splits, prefix_chunk,
         qkv.stride(0), tables.stride(0), kv.stride(0), work.counter_stride,
         HEADS=heads, KV_HEADS=kv_heads, **shape, BT=block_tokens, **rotation, PREFIX=prefix,
         WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
-        BLOCK_M=max(16, group_p), BLOCK_N=block_n, PREFIX_BLOCK_N=prefix_block_n, PDL=pdl, STAGES=stages, num_warps=num_warps, **early,
+        BLOCK_M=max(16, group_p), BLOCK_N=block_n, PREFIX_BLOCK_N=prefix_block_n, PDL=pdl, STAGES=stages, CODE=code,
+        num_warps=num_warps, **early,
     )  # fmt: skip

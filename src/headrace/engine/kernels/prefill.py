@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.engine.kernels.codes import INT8, PLAIN, VALUE_UNIT, even, geometry, joined, odd, padded_dim, parts
 from headrace.engine.kernels.decode import LOG2E, arrived_last, scored, split_range
 
 HOPPER_TILE = 128
@@ -22,6 +23,15 @@ HOPPER_TILE = 128
 def _advance(q, k, v, seen, acc, top, total, scale, softcap, MASK: tl.constexpr, SOFTCAP: tl.constexpr):
     """One block of keys k [dims, keys] and values v [keys, dims] into the online softmax."""
     scores = tl.dot(q, k, input_precision="ieee")
+    weights, shrink, best = _weighted(scores, seen, top, scale, softcap, MASK, SOFTCAP)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    total = total * shrink + tl.sum(weights, 1)
+    return acc, best, total
+
+
+@triton.jit
+def _weighted(scores, seen, top, scale, softcap, MASK: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Weights of a block by its scores, what the sums so far shrink by, and the new maximum."""
     if SOFTCAP:
         scores = scored(scores, scale, softcap, SOFTCAP)
         scale = 1.0
@@ -34,18 +44,59 @@ def _advance(q, k, v, seen, acc, top, total, scale, softcap, MASK: tl.constexpr,
     base = tl.where(best == float("-inf"), 0.0, best) if MASK else best
     shrink = tl.exp2(top - base)
     weights = tl.exp2(scores * scale - base[:, None])
-    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-    total = total * shrink + tl.sum(weights, 1)
-    return acc, best, total
+    return weights, shrink, best
+
+
+@triton.jit
+def _over_codes(
+    q, kv, scales, table, kv_head, positions, oldest, begin, stop, acc, top, total, scale, softcap, window, block_stride,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr, BT: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CODE: tl.constexpr,
+):  # fmt: skip
+    """The cached keys and values [begin, stop) of a cache of codes; see `headrace.engine.kernels.codes`."""
+    WORDS: tl.constexpr = D // 2
+    w = tl.arange(0, D_P // 2)
+    if q.dtype != tl.float32:
+        q = q.to(tl.float16)
+    q_even, q_odd = parts(q)
+    acc_even, acc_odd = parts(acc)
+    for n0 in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
+        n = n0 + tl.arange(0, BLOCK_N)
+        there = n < stop
+        if WINDOW:
+            there = there & (n >= oldest)
+        block = tl.load(table + n // BT, there, 0).to(tl.int64) * block_stride
+        at = block + kv_head * (BT * WORDS) + (n % BT) * WORDS
+        k = tl.load(kv + at[None, :] + w[:, None], there[None, :] & (w[:, None] < WORDS), 0)
+        v = tl.load(kv + KV_HEADS * BT * WORDS + at[:, None] + w[None, :], there[:, None] & (w[None, :] < WORDS), 0)
+        scores = tl.dot(q_even, even(k, CODE, q.dtype), input_precision="ieee")
+        scores = tl.dot(q_odd, odd(k, CODE, q.dtype), scores, input_precision="ieee")
+        scale_at = scales + block + kv_head * BT + n % BT
+        if CODE == INT8:
+            scores *= tl.load(scale_at, there, 0.0).to(tl.float32)[None, :]
+        seen = there[None, :]
+        if WINDOW:
+            seen = seen & (n[None, :] > positions[:, None] - window)
+        weights, shrink, top = _weighted(scores, seen, top, scale, softcap, True, SOFTCAP)
+        total = total * shrink + tl.sum(weights, 1)
+        if CODE == INT8:
+            weights *= (tl.load(scale_at + KV_HEADS * BT, there, 0.0).to(tl.float32) * VALUE_UNIT)[None, :]
+        shares = weights.to(q.dtype)
+        acc_even = tl.dot(shares, even(v, CODE, q.dtype), acc_even * shrink[:, None], input_precision="ieee")
+        acc_odd = tl.dot(shares, odd(v, CODE, q.dtype), acc_odd * shrink[:, None], input_precision="ieee")
+    acc = joined(acc_even, acc_odd)
+    if CODE == INT8:
+        acc *= 1.0 / VALUE_UNIT
+    return acc, top, total
 
 
 @triton.jit(do_not_specialize=["window", "splits", "split_tiles", "min_chunk"])
 def _prefill(
-    qkv, out, kv, tables, chunks, tiles, sinks, partial, lse, counters, scale, softcap, window, splits, split_tiles,
+    qkv, out, kv, scales, tables, chunks, tiles, sinks, partial, lse, counters, scale, softcap, window, splits, split_tiles,
     min_chunk, qkv_stride, table_stride, block_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr,
     BT: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, EVEN_D: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CODE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     tile = tl.program_id(1)
@@ -84,19 +135,27 @@ def _prefill(
 
     # Keys of earlier steps, in pages.
     page_size = BT * D
-    for n0 in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
-        n = n0 + tl.arange(0, BLOCK_N)
-        there = n < stop
-        if WINDOW:
-            there = there & (n >= oldest)
-        page = tl.load(tables + slot * table_stride + n // BT, there, 0).to(tl.int64)
-        at = page * block_stride + kv_head * page_size + (n % BT) * D
-        k = tl.load(kv + at[None, :] + d[:, None], there[None, :] & d_inside[:, None], 0.0)
-        v = tl.load(kv + KV_HEADS * page_size + at[:, None] + d[None, :], there[:, None] & d_inside[None, :], 0.0)
-        seen = there[None, :]
-        if WINDOW:
-            seen = seen & (n[None, :] > start + m[:, None] - window)
-        acc, top, total = _advance(q, k.to(dtype), v.to(dtype), seen, acc, top, total, scale, softcap, True, SOFTCAP)
+    if CODE == PLAIN:
+        for n0 in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
+            n = n0 + tl.arange(0, BLOCK_N)
+            there = n < stop
+            if WINDOW:
+                there = there & (n >= oldest)
+            page = tl.load(tables + slot * table_stride + n // BT, there, 0).to(tl.int64)
+            at = page * block_stride + kv_head * page_size + (n % BT) * D
+            k = tl.load(kv + at[None, :] + d[:, None], there[None, :] & d_inside[:, None], 0.0)
+            v = tl.load(kv + KV_HEADS * page_size + at[:, None] + d[None, :], there[:, None] & d_inside[None, :], 0.0)
+            seen = there[None, :]
+            if WINDOW:
+                seen = seen & (n[None, :] > start + m[:, None] - window)
+            acc, top, total = _advance(
+                q, k.to(dtype), v.to(dtype), seen, acc, top, total, scale, softcap, True, SOFTCAP
+            )
+    else:
+        acc, top, total = _over_codes(
+            q, kv, scales, tables + slot * table_stride, kv_head, start + m, oldest, begin, stop, acc, top, total,
+            scale, softcap, window, block_stride, KV_HEADS, D, D_P, BT, WINDOW, SOFTCAP, BLOCK_N, STAGES, CODE,
+        )  # fmt: skip
 
     # The chunk's own keys below the diagonal, contiguous.
     k_base = qkv + row0 * qkv_stride + (HEADS + kv_head) * D
@@ -178,7 +237,7 @@ class PrefillWorkspace:
         """Room for `splits` parts of each of the first `tiles` tiles."""
         self.tiles, self.splits, self.block_m = tiles, splits, block_m
         parts = tiles * heads * splits * block_m
-        dim_p = max(16, triton.next_power_of_2(dim))
+        dim_p = padded_dim(INT8.value, dim)
         self.partial = torch.empty(parts * dim_p, dtype=torch.float32, device=device)
         self.lse = torch.empty(parts, dtype=torch.float32, device=device)
         self.counters = torch.zeros(tiles * heads, dtype=torch.int32, device=device)
@@ -198,6 +257,7 @@ def prefill_attention(
     heads: int,
     *,
     scale: float,
+    scales: torch.Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
@@ -210,20 +270,22 @@ def prefill_attention(
 ) -> None:
     """out [tokens, heads * dim] for chunks of several sequences; rows of no chunk are left alone.
 
-    `qkv` [tokens, (heads + 2 kv_heads) * dim] after `rope_cache`. `chunks` [n, 4] int32: slot, first position, length, first
-    row. `tiles` [t, 2] int32: chunk and the first query of each tile of `block_m` (a multiple of `block_n`) queries; a chunk of
-    length 0 is padding. With `work` the cached keys of its first tiles are cut into parts of at least `min_chunk`.
+    `qkv` [tokens, (heads + 2 kv_heads) * dim] after `rope_cache`. `kv`, `scales`: see
+    `headrace.engine.kernels.codes.geometry`. `chunks` [n, 4] int32: slot, first position, length, first row. `tiles` [t, 2]
+    int32: chunk and the first query of each tile of `block_m` (a multiple of `block_n`) queries; a chunk of length 0 is padding.
+    With `work` the cached keys of its first tiles are cut into parts of at least `min_chunk`.
     """
-    _, _, kv_heads, block_tokens, dim = kv.shape
+    code, kv_heads, block_tokens, dim = geometry(kv, scales)
     assert block_m % block_n == 0
     assert work is None or work.block_m == block_m
-    dim_p = max(16, triton.next_power_of_2(dim))
+    dim_p = padded_dim(code, dim)
     splits = 1 if work is None else work.splits
-    parts = (out, out, out) if work is None else (work.partial, work.lse, work.counters)
+    places = (out, out, out) if work is None else (work.partial, work.lse, work.counters)
     _prefill[(heads, len(tiles), splits)](
-        qkv, out, kv, tables, chunks, tiles, kv if sinks is None else sinks, *parts, scale, softcap or 0.0, window or 0,
+        qkv, out, kv, kv if scales is None else scales, tables, chunks, tiles, kv if sinks is None else sinks, *places,
+        scale, softcap or 0.0, window or 0,
         splits, 0 if work is None else work.tiles, min_chunk, qkv.stride(0), tables.stride(0), kv.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, GROUP=heads // kv_heads, D=dim, D_P=dim_p, BT=block_tokens,
         WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None, EVEN_D=dim == dim_p, SPLIT=work is not None,
-        BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, num_warps=num_warps,
+        BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, CODE=code, num_warps=num_warps,
     )  # fmt: skip

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.engine.kernels.codes import INT8, PLAIN, coded, geometry
+
 
 @triton.jit
 def rotated(base, at, inside, norm, cos_sin, eps, D: tl.constexpr, ROPE_DIM: tl.constexpr, NORM: tl.constexpr):
@@ -33,10 +35,37 @@ def rotated(base, at, inside, norm, cos_sin, eps, D: tl.constexpr, ROPE_DIM: tl.
 
 
 @triton.jit
+def put_token(
+    k, v, kv, scales, block, token, heads, d, inside, KV_HEADS: tl.constexpr, D: tl.constexpr, BT: tl.constexpr,
+    CODE: tl.constexpr,
+):  # fmt: skip
+    """Store keys and values [heads, dims] of one token in its block, `block` elements from the cache's begin; returns them as
+    the cache will give them back. Those of codes are rounded to the type of v first."""
+    at = heads * BT + token
+    if CODE == PLAIN:
+        k, v = k.to(kv.dtype.element_ty), v.to(kv.dtype.element_ty)
+        target = kv + block + at[:, None] * D + d[None, :]
+        tl.store(target, k, inside)
+        tl.store(target + KV_HEADS * BT * D, v, inside)
+    else:
+        k_codes, k_scales, k = coded(k.to(v.dtype).to(tl.float32), CODE)
+        v_codes, v_scales, v = coded(v.to(tl.float32), CODE)
+        target = kv.to(tl.pointer_type(tl.int8), bitcast=True) + 2 * block + at[:, None] * D + d[None, :]
+        tl.store(target, k_codes, inside)
+        tl.store(target + KV_HEADS * BT * D, v_codes, inside)
+        if CODE == INT8:
+            there = tl.max(inside.to(tl.int32), 1) > 0
+            tl.store(scales + block + at, k_scales, there)
+            tl.store(scales + block + KV_HEADS * BT + at, v_scales, there)
+    return k, v
+
+
+@triton.jit
 def _rope_cache(
-    qkv, kv, tables, slots, positions, q_norm, k_norm, cos_sin, eps, qkv_stride, table_stride, block_stride,
+    qkv, kv, scales, tables, slots, positions, q_norm, k_norm, cos_sin, eps, qkv_stride, table_stride, block_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS_P: tl.constexpr, KV_HEADS_P: tl.constexpr, D: tl.constexpr,
     D_P: tl.constexpr, BT: tl.constexpr, ROPE_DIM: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    CODE: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -45,26 +74,35 @@ def _rope_cache(
     slot = tl.load(slots + row).to(tl.int64)
     position = tl.load(positions + row)
     if slot >= 0:
-        at = tl.arange(0, D_P)[None, :]
+        d = tl.arange(0, D_P)
+        at = d[None, :]
         turn = cos_sin + position.to(tl.int64) * ROPE_DIM
         first = qkv + row * qkv_stride
         head = tl.arange(0, HEADS_P)[:, None]
         inside = (head < HEADS) & (at < D)
         base = first + head * D
         q = rotated(base, at, inside, q_norm, turn, eps, D, ROPE_DIM, NORM)
-        kv_head = tl.arange(0, KV_HEADS_P)[:, None]
+        kv_heads = tl.arange(0, KV_HEADS_P)
+        kv_head = kv_heads[:, None]
         kv_inside = (kv_head < KV_HEADS) & (at < D)
         k_base = first + (HEADS + kv_head) * D
-        k = rotated(k_base, at, kv_inside, k_norm, turn, eps, D, ROPE_DIM, NORM).to(qkv.dtype.element_ty)
-        v = tl.load(first + (HEADS + KV_HEADS + kv_head) * D + at, kv_inside, 0.0)
+        dtype = qkv.dtype.element_ty
+        k = rotated(k_base, at, kv_inside, k_norm, turn, eps, D, ROPE_DIM, NORM).to(dtype)
+        v_base = first + (HEADS + KV_HEADS + kv_head) * D
+        v = tl.load(v_base + at, kv_inside, 0.0)
+        page = tl.load(tables + slot * table_stride + position // BT).to(tl.int64)
+        k_seen, v_seen = put_token(
+            k, v, kv, scales, page * block_stride, position % BT, kv_heads, d, kv_inside & (page >= 0),
+            KV_HEADS, D, BT, CODE,
+        )  # fmt: skip
         tl.debug_barrier()  # partners were read from the places written now
-        tl.store(base + at, q.to(qkv.dtype.element_ty), inside)
-        tl.store(k_base + at, k, kv_inside)
-        block = tl.load(tables + slot * table_stride + position // BT)
-        if block >= 0:
-            target = kv + block.to(tl.int64) * block_stride + (kv_head * BT + position % BT) * D + at
-            tl.store(target, k.to(kv.dtype.element_ty), kv_inside)
-            tl.store(target + KV_HEADS * BT * D, v.to(kv.dtype.element_ty), kv_inside)
+        tl.store(base + at, q.to(dtype), inside)
+        if CODE == PLAIN:
+            tl.store(k_base + at, k, kv_inside)
+        else:
+            # A prompt sees its own tokens as later steps will.
+            tl.store(k_base + at, k_seen.to(dtype), kv_inside)
+            tl.store(v_base + at, v_seen.to(dtype), kv_inside)
 
 
 def rope_cache(
@@ -77,6 +115,7 @@ def rope_cache(
     heads: int,
     *,
     rope_dim: int,
+    scales: torch.Tensor | None = None,
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
@@ -84,16 +123,17 @@ def rope_cache(
 ) -> None:
     """Normalize and rotate queries and keys of `qkv` [tokens, (heads + 2 kv_heads) * dim] in place; store keys and values.
 
-    `kv` [blocks, 2, kv_heads, block_tokens, dim]; `tables` [slots, blocks of a sequence]; rows with slot -1 are left alone.
-    `cos_sin` fp32 [positions, rope_dim].
+    `kv`, `scales`: see `headrace.engine.kernels.codes.geometry`; where they are codes, `qkv` then holds what these mean. `tables`
+    [slots, blocks of a sequence]; rows with slot -1 are left alone. `cos_sin` fp32 [positions, rope_dim].
     """
-    _, _, kv_heads, block_tokens, dim = kv.shape
+    code, kv_heads, block_tokens, dim = geometry(kv, scales)
     tiles = triton.next_power_of_2(heads) * triton.next_power_of_2(dim)
     _rope_cache[(len(qkv),)](
-        qkv, kv, tables, slots, positions, cos_sin if q_norm is None else q_norm, cos_sin if k_norm is None else k_norm,
-        cos_sin, eps, qkv.stride(0), tables.stride(0), kv.stride(0),
+        qkv, kv, kv if scales is None else scales, tables, slots, positions,
+        cos_sin if q_norm is None else q_norm, cos_sin if k_norm is None else k_norm, cos_sin, eps,
+        qkv.stride(0), tables.stride(0), kv.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, HEADS_P=triton.next_power_of_2(heads),
         KV_HEADS_P=triton.next_power_of_2(kv_heads), D=dim, D_P=triton.next_power_of_2(dim), BT=block_tokens,
-        ROPE_DIM=rope_dim, NORM=q_norm is not None, PDL=pdl,
+        ROPE_DIM=rope_dim, NORM=q_norm is not None, PDL=pdl, CODE=code,
         num_warps=4 if tiles >= 1024 else 1, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

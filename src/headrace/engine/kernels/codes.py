@@ -1,0 +1,135 @@
+"""Keys and values of 8 bits: how a vector becomes codes, and how attention makes numbers of them again.
+
+A paged cache of codes is seen as 16-bit words, each two neighbouring dimensions of one token. Attention loads tiles of words and
+makes two tiles of half as many dimensions from each, the even ones and the odd ones. So the bytes that a thread gets, for keys as
+for values, already pair the way a tensor core wants its 16-bit operands, and one byte permutation and one conversion make a
+pair; bytes loaded as bytes would have to be exchanged between threads for values. Scores are the sum of both halves' products.
+
+Numbers are fp16, which holds every code of both formats exactly, and INT8 codes are multiplied as they are: a key's scale goes to
+its scores, a value's to its weights. What is stored, and how it is rounded, is as in `headrace.engine.kv_formats`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+
+PLAIN, INT8, FP8, FP8_BITS = (tl.constexpr(i) for i in range(4))
+"""What a cache holds. FP8_BITS are the same bytes as FP8, read with integer arithmetic where there is no instruction for it."""
+VALUE_UNIT = tl.constexpr(64.0)
+"""Weights times the scales of INT8 values are kept in so small a unit that fp16 holds them, from scales of 1e-7 to 1,000."""
+ASSEMBLY = tl.constexpr(not knobs.runtime.interpret)
+
+
+@triton.jit
+def even(words, CODE: tl.constexpr, DTYPE: tl.constexpr):
+    """The numbers of the lower byte of every word, those of even dimensions."""
+    if CODE == FP8:
+        found = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $1, 0, 0x4420; mov.b32 {a, b}, t; cvt.rn.f16x2.e4m3x2 $0, a; }",
+            "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+    elif CODE == FP8_BITS:
+        found = from_fp8(words & 0xFF)
+    elif ASSEMBLY:
+        # A code raised by 128 under the exponent of 1024 is 1152 more than the code.
+        found = tl.inline_asm_elementwise(
+            "{ .reg .b32 t, c; mov.b32 c, 0x64806480; xor.b32 t, $1, 0x80808080; prmt.b32 t, t, 0x64646464, 0x4240; "
+            "sub.f16x2 $0, t, c; }",
+            "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        found = words.to(tl.int8).to(tl.float16)
+    return found.to(DTYPE)
+
+
+@triton.jit
+def odd(words, CODE: tl.constexpr, DTYPE: tl.constexpr):
+    """The numbers of the upper byte of every word, those of odd dimensions."""
+    if CODE == FP8:
+        found = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $1, 0, 0x4431; mov.b32 {a, b}, t; cvt.rn.f16x2.e4m3x2 $0, a; }",
+            "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+    elif CODE == FP8_BITS:
+        found = from_fp8((words >> 8) & 0xFF)
+    elif ASSEMBLY:
+        found = tl.inline_asm_elementwise(
+            "{ .reg .b32 t, c; mov.b32 c, 0x64806480; xor.b32 t, $1, 0x80808080; prmt.b32 t, t, 0x64646464, 0x4341; "
+            "sub.f16x2 $0, t, c; }",
+            "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        found = (words >> 8).to(tl.float16)
+    return found.to(DTYPE)
+
+
+@triton.jit
+def from_fp8(bits):
+    """E4M3 given as 16-bit integers below 256, in fp16: the same bits 7 places up mean 256 times less."""
+    moved = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), moved * 256.0)
+
+
+@triton.jit
+def parts(x):
+    """[rows, dims] as its even and its odd dimensions."""
+    return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+
+
+@triton.jit
+def joined(evens, odds):
+    return tl.reshape(tl.join(evens, odds), [evens.shape[0], 2 * evens.shape[1]])
+
+
+@triton.jit
+def coded(x, CODE: tl.constexpr):
+    """fp32 vectors [rows, dims] as codes (int8), their scales (fp16 [rows]; INT8 only) and, in fp32, what these mean."""
+    if CODE == INT8:
+        scale = tl.div_rn(tl.max(tl.abs(x), 1), 127.0).to(tl.float16)
+        scale = tl.where(tl.max((x != x).to(tl.int32), 1) > 0, float("nan"), scale)
+        step = scale.to(tl.float32)
+        # Added to so large a number and taken away again, a number is rounded to the nearest integer, ties to even.
+        near = (tl.div_rn(x, tl.where(step == 0.0, 1.0, step)[:, None]) + 12582912.0) - 12582912.0
+        near = tl.minimum(tl.maximum(near, -127.0), 127.0)
+        codes = near.to(tl.int32).to(tl.int8)
+        return codes, scale, codes.to(tl.float32) * step[:, None]
+    else:
+        size = tl.abs(x)
+        size = tl.where(size > 448.0, 448.0, size)
+        bits = size.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+        tiny = (size * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 0xF
+        code = tl.where(size < 0.015625, tiny, normal)
+        code = tl.where(x != x, 0x7F, code) | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
+        return code.to(tl.int8), tl.zeros([x.shape[0]], tl.float16), from_fp8(code.to(tl.int16)).to(tl.float32)
+
+
+def geometry(kv: torch.Tensor, scales: torch.Tensor | None) -> tuple[int, int, int, int]:
+    """(code, KV heads, tokens of a block, head dimension) of one layer's blocks.
+
+    `kv` [blocks, 2, kv_heads, block_tokens, dim] of numbers, or the same with dim / 2 words (int16) of codes. With `scales` [blocks,
+    2, kv_heads, block_tokens], fp16, the codes are INT8, otherwise FP8. Both lie in the same blocks: their first strides agree.
+    """
+    _, _, kv_heads, block_tokens, width = kv.shape
+    if kv.dtype != torch.int16:
+        return PLAIN.value, kv_heads, block_tokens, width
+    if scales is None:
+        code = FP8 if kv.is_cuda and _reads_fp8(kv.device) else FP8_BITS
+        return code.value, kv_heads, block_tokens, 2 * width
+    assert scales.stride(0) == kv.stride(0)
+    return INT8.value, kv_heads, block_tokens, 2 * width
+
+
+def padded_dim(code: int, dim: int) -> int:
+    """Dimensions of a tile: a power of two, of which tensor cores need 16 at a time, and codes come as two halves."""
+    return max(16 if code == PLAIN.value else 32, triton.next_power_of_2(dim))
+
+
+@cache
+def _reads_fp8(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 9)
