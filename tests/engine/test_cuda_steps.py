@@ -143,16 +143,6 @@ def test_a_broken_row_fails_alone_and_slots_are_clean_afterwards(qwen):
     runs.close()
 
 
-def test_attention_of_others_is_refused_by_name(qwen):
-    from headrace.base.errors import InvalidInput
-
-    _, folder = qwen
-    config = EngineConfig(model=str(folder), backend="cuda", attention="flashinfer")
-    with pytest.raises(InvalidInput, match="flashinfer") as refusal:
-        BACKEND.load(locate(str(folder)), config)
-    assert refusal.value.field == "attention"
-
-
 def test_shared_prefixes_are_found_and_change_nothing(qwen, monkeypatch):
     from headrace.engine.cuda import prefixes
 

@@ -10,6 +10,7 @@ import torch
 import triton
 
 from headrace.engine.backend import Limits
+from headrace.engine.cuda.flashinfer import FlashInfer, Planned
 from headrace.engine.cuda.weights import DecoderWeights, LayerWeights
 from headrace.engine.frequencies import frequencies
 from headrace.engine.kernels.activation import activate
@@ -49,7 +50,7 @@ class DeviceStep:
     whose logits are wanted; None means all of them. `offsets` [n]: the tiles are for the warp-specialized kernel, and there the
     cached keys of chunk i (at most `longest`) are gathered from row `offsets[i]` on. `keep_all`: the last hidden states of all
     rows are wanted in `x`; else the last layer goes on with the picked rows only after its attention, which then needs no other
-    tiles than `last_tiles`.
+    tiles than `last_tiles`. `planned`: attention of another package, which needs none of the above.
     """
 
     ids: torch.Tensor
@@ -66,6 +67,7 @@ class DeviceStep:
     last_tiles: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
     longest: int = 0
+    planned: Planned | None = None
 
 
 class Decoder:
@@ -86,6 +88,8 @@ class Decoder:
         pdl: bool,
         capability: tuple[int, int],
     ) -> None:
+        self.planner: FlashInfer | None = None
+        """Plans each step's attention where another package computes it."""
         self._spec = spec
         self._mixers = [layer.mixer for layer in spec.layers]
         self._weights = weights
@@ -228,6 +232,8 @@ class Decoder:
         `bad_rows` [rows] int32 gets 1 where a row's hidden state is not finite at the end, or where the last layer begins if
         only picked rows go through all of it. Without `head` no logits are made.
         """
+        if self.planner is not None and step.planned is None:
+            raise RuntimeError("the step's attention was not planned")
         rows = len(step.ids)
         fused = step.decode_rows == rows and self.fused(rows)
         x = self.x[:rows]
@@ -418,7 +424,7 @@ class Decoder:
         n, rows = step.decode_rows, len(qkv)
         cascade = step.prefix_tiles is not None and a.window is None
         # Without prompts the decode kernel itself rotates and stores.
-        alone = n == rows and (PREFIX_ROTATES or not cascade)
+        alone = n == rows and (PREFIX_ROTATES or not cascade) and self.planner is None
         parts: list[Callable[[], None]] = []
         if not alone:
             parts.append(
@@ -426,6 +432,10 @@ class Decoder:
                     qkv, kv, tables, step.slots, step.positions, turn, a.num_heads, rope_dim=rope_dim, pdl=pdl, **norms
                 )
             )
+        if self.planner is not None:
+            if (planned := step.planned) is not None:
+                parts.append(lambda: planned.run(i, qkv, out, kv))
+            return parts
         if n:
             given = {"cos_sin": turn, "rope_dim": rope_dim, **norms} if alone else {}
             if cascade:

@@ -14,6 +14,7 @@ from headrace.base.units import MIB, format_bytes
 from headrace.control.api import MemoryItem
 from headrace.control.step import StepPlan
 from headrace.engine.backend import Formats, Limits, LogitsWatch
+from headrace.engine.cuda import flashinfer
 from headrace.engine.cuda.decoder import Decoder
 from headrace.engine.cuda.runner import CudaStep, Runner
 from headrace.engine.cuda.upload import Uploader
@@ -54,9 +55,11 @@ def load(files: ModelFiles, config: EngineConfig) -> CudaModel:
             )
     weights = _chosen("weights", config.weights, "bf16")
     kv = _chosen("kv", config.kv, weights)
-    if config.attention not in ("auto", "triton"):
+    if config.attention not in ("auto", "triton", "flashinfer"):
         raise InvalidInput(
-            f"the cuda backend has no attention {config.attention!r}", field="attention", remedy="choose triton or auto"
+            f"the cuda backend has no attention {config.attention!r}",
+            field="attention",
+            remedy="choose triton, flashinfer or auto",
         )
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -64,13 +67,17 @@ def load(files: ModelFiles, config: EngineConfig) -> CudaModel:
         torch.cuda.set_device(device)
     free = torch.cuda.mem_get_info(device) if device.type == "cuda" else (2 << 30, 2 << 30)
     spec = files.spec()
+    if config.attention == "flashinfer" and (reason := flashinfer.unfit(spec, weights, kv, device)) is not None:
+        raise InvalidInput(
+            f"attention flashinfer cannot be used: {reason}", field="attention", remedy="choose triton or auto"
+        )
     architecture = MODELS.get(spec.model_type)
     dummy = config.load_format == "dummy"
     names = architecture.gguf if files.kind == "gguf" and not dummy else architecture.hf
     checkpoint = Checkpoint(open_weights(files, config))
     loaded, uploader = load_weights(spec, names, checkpoint, _DTYPES[weights], device, config.seed if dummy else None)
     log.info("weights allocated and on their way after %.2f s", time.perf_counter() - begin)
-    return CudaModel(files, spec, loaded, uploader, weights, kv, device, free, options)
+    return CudaModel(files, spec, loaded, uploader, weights, kv, device, free, options, config.attention)
 
 
 class CudaModel:
@@ -87,6 +94,7 @@ class CudaModel:
         device: torch.device,
         memory: tuple[int, int],
         options: dict[str, str],
+        attention: str = "auto",
     ) -> None:
         self.spec = spec
         self.weights_precision = weights_precision
@@ -96,6 +104,7 @@ class CudaModel:
         self._weights = weights
         self._uploader = uploader
         self._device = device
+        self._attention = attention
         self._free_before, self._total = memory
         self._graphs = options.get("graphs", "1") not in ("0", "false") and device.type == "cuda"
         self._pdl = options.get("pdl", "1") not in ("0", "false")
@@ -110,6 +119,9 @@ class CudaModel:
         )
         logits = 2 * 4 * max_num_seqs * self.spec.vocab_size
         taken = others + self._weights.nbytes + activations + logits + RESERVE_BYTES
+        if self._attention == "flashinfer":
+            sms = torch.cuda.get_device_properties(self._device).multi_processor_count
+            taken += flashinfer.workspace_bytes(self.spec, max_num_seqs, sms)
         return int(self._total * memory_fraction) - taken
 
     def executor(self, layout: CacheLayout, limits: Limits, watch: LogitsWatch | None = None) -> CudaExecutor:
@@ -126,6 +138,7 @@ class CudaModel:
             spec, self._weights, layout, limits, table, _DTYPES[self.weights_precision], _DTYPES[self.kv_precision],
             device, sms=sms, pdl=pdl, capability=capability,
         )  # fmt: skip
+        attention = self._choose_attention(decoder, layout, sms)
         group = max(layer.mixer.num_heads // layer.mixer.num_kv_heads for layer in spec.layers)
         grammars = Grammars(spec.vocab_size, self._grammar_tokens)
         runner = Runner(decoder, layout, limits, grammars, spec.vocab_size, group, watch)
@@ -156,12 +169,7 @@ class CudaModel:
             f"warm-up and {runner.graphs.count} decode graphs took {warm_s:.2f} s ({runner.graphs.capture_s:.2f} s capture)"
             if self._graphs
             else "decode graphs are off",
-            "attention of long prompts: "
-            + (
-                "warp-specialized (Hopper)"
-                if decoder.why_not_hopper is None
-                else f"plain tiles, since {decoder.why_not_hopper}"
-            ),
+            *attention,
             "programmatic dependent launch is " + ("on" if pdl else "off"),
             f"buffers of split work, tables and rotations: {format_bytes(decoder.workspace_bytes)}",
         ]
@@ -172,6 +180,29 @@ class CudaModel:
         young, middle, _ = gc.get_threshold()
         gc.set_threshold(young, middle, 1000)
         return CudaExecutor(runner, device)
+
+    def _choose_attention(self, decoder: Decoder, layout: CacheLayout, sms: int) -> list[str]:
+        """Give the decoder flashinfer's planner if that was asked for; notes that say which attention runs, and why."""
+        if self._attention != "flashinfer":
+            why = (
+                "as asked for"
+                if self._attention == "triton"
+                else "the default; attention=flashinfer takes that package's"
+            )
+            tiles = "warp-specialized (Hopper)"
+            if decoder.why_not_hopper is not None:
+                tiles = f"plain tiles, since {decoder.why_not_hopper}"
+            return [f"attention: headrace's own kernels ({why})", f"attention of long prompts: {tiles}"]
+        begin = time.perf_counter()
+        decoder.planner = flashinfer.FlashInfer(
+            self.spec, layout, _DTYPES[self.weights_precision], self._device, rows=decoder.rows, sms=sms,
+            blocks=decoder.tables.shape[-1], graphs=self._graphs,
+        )  # fmt: skip
+        return [
+            f"attention: flashinfer {decoder.planner.version}, as asked for; "
+            f"its kernels were ready after {time.perf_counter() - begin:.1f} s",
+            "with flashinfer, steps with prompts are launched kernel by kernel, and each request reads a shared prefix itself",
+        ]
 
     def memory(self) -> tuple[MemoryItem, ...]:
         return tuple(self._memory)

@@ -121,7 +121,8 @@ class Runner:
         self._flight: deque[CudaStep] = deque()
         self._seqs = limits.max_num_seqs
         self._tile_rows = PACKED_ROWS // triton.next_power_of_2(group)
-        self._one_group = layout.num_groups == 1 and layout.groups[0].window is None
+        self._planner = decoder.planner
+        self._one_group = layout.num_groups == 1 and layout.groups[0].window is None and self._planner is None
         device = decoder.x.device
         self._cuda = device.type == "cuda"
         self._device = device
@@ -239,6 +240,8 @@ class Runner:
                 self.graphs.capture(("mixed", rows, tokens), lambda s=step, t=sample: self._launch_mixed(s, t))
 
     def _mixed_sizes(self) -> list[tuple[int, int]]:
+        if self._planner is not None:
+            return []  # its plans of mixed steps are not captured
         most = self._decoder.rows
         rows = sorted({min(n, most) for n in (8, 32, 64, 128, 192, 256)})
         return [(r, t) for t in MIXED_TOKENS for r in rows if r + t <= self._decoder.tokens][::-1]
@@ -278,7 +281,11 @@ class Runner:
         }
         if shared:
             arrays |= {"firsts": np.zeros(rows, np.int32), "prefix": np.zeros((self._max_tiles(rows), 3), np.int32)}
-        return self._decode_step(self.metadata.send(arrays), rows)
+        made = self._decode_step(self.metadata.send(arrays), rows)
+        if self._planner is not None:
+            none = np.zeros(0, np.int64)
+            made[0].planned = self._planner.decode(rows, none, none, self._slots.tables)
+        return made
 
     def _max_tiles(self, rows: int) -> int:
         return -(-rows // self._tile_rows) + MAX_GROUPS
@@ -432,8 +439,11 @@ class Runner:
         arrays |= self._change_arrays(plan, appended)
         meta = self.metadata.send(arrays)
         self._changes(meta)
+        planned = self._planner and self._planner.decode(padded, slots, positions, self._slots.tables)
         if not (self._graphed and self.graphs.replay((padded, shared is not None))):
-            self._launch_decode(*self._decode_step(meta, padded))
+            launch = self._decode_step(meta, padded)
+            launch[0].planned = planned
+            self._launch_decode(*launch)
         self._sample(step, self._decoder.logits[:count], plan_rows, meta)
 
     def _mixed_size(self, rows: int, lengths: np.ndarray) -> tuple[int, int] | None:
@@ -522,6 +532,8 @@ class Runner:
                 meta["tiles"].view(-1, 2), tile_rows, picked=meta["picked"] if sampled else None,
                 keep_all=keep_all, last_tiles=meta["last_tiles"].view(-1, 2) if ends else None,
                 offsets=meta["offsets"] if hopper else None, longest=int(starts.max()),
+                planned=self._planner
+                and self._planner.mixed(slots, positions, long_slots, starts, lengths, self._slots.tables),
             )  # fmt: skip
             logits = self._decoder.run(device_step, self._bad_rows[: base + room], head=bool(sampled))
             if sampled:
