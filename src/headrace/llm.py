@@ -55,8 +55,7 @@ class Completion:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True):
     """New text of one answer, and the tokens that came since the last delta (text may lag behind them). The last has `completion`."""
 
     prompt_index: int

@@ -513,6 +513,8 @@ def test_a_config_written_for_a_gguf_file_says_what_the_file_does(tmp_path, arch
     """A tiny folder → its geometry as a GGUF header would have it → config → geometry."""
     from dataclasses import replace
 
+    from msgspec import structs
+
     from headrace.engine.quant import originals
     from headrace.spec.hf import spec_from_hf
 
@@ -520,6 +522,6 @@ def test_a_config_written_for_a_gguf_file_says_what_the_file_does(tmp_path, arch
     spec = locate(str(folder)).spec()
     written = spec_from_hf(originals._CONFIGS[spec.model_type](spec))
     originals._compare(spec, written)
-    other = replace(spec, layers=(replace(spec.layers[0], num_norms=3), *spec.layers[1:]))
+    other = replace(spec, layers=(structs.replace(spec.layers[0], num_norms=3), *spec.layers[1:]))
     with pytest.raises(HeadraceError, match="layer 0"):
         originals._compare(other, written)

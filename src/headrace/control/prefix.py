@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import count, pairwise
 from typing import Protocol
+
+import msgspec
 
 from headrace.control.blocks import BlockPool
 from headrace.control.demand import Demand
@@ -21,8 +22,7 @@ Tables = Sequence[list[int]]
 """Per cache group: the block id of each logical block position, -1 where there is none behind a sliding window."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
+class Hit(msgspec.Struct, frozen=True):
     """A cached prefix of `length` tokens: whole blocks of `path`, then `tail_tokens` from the block of `tail`.
 
     `tables`: the whole blocks per group; blocks wholly behind a sliding window at `length` are -1.

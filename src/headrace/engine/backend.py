@@ -6,8 +6,9 @@ Backends are files of `headrace.engine.executors`, found by name; each exports `
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+import msgspec
 
 from headrace.control.api import MemoryItem
 from headrace.control.step import Executor
@@ -17,8 +18,7 @@ from headrace.spec.locate import ModelFiles
 from headrace.spec.model import ModelSpec
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True):
     """Sizes that an executor's persistent buffers are made for."""
 
     num_blocks: int
@@ -63,8 +63,7 @@ class LoadedModel(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Formats:
+class Formats(msgspec.Struct, frozen=True):
     """What the options `weights` and `kv` of a backend may be beside `auto`, one name for each."""
 
     weights: tuple[str, ...]

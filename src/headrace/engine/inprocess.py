@@ -7,8 +7,9 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from headrace.base.clock import SystemClock
 from headrace.base.errors import InvalidInput
@@ -188,8 +189,7 @@ class InProcessEngine:
         self._core.executor.close()
 
 
-@dataclass(slots=True)
-class _Flight:
+class _Flight(msgspec.Struct):
     """A request in flight and where its outputs go."""
 
     request: Request

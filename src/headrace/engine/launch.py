@@ -8,7 +8,8 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+
+import msgspec
 
 from headrace.base.clock import Clock, SystemClock
 from headrace.base.errors import DoesNotFit, InvalidInput, UnsupportedModel
@@ -40,8 +41,7 @@ CPU_POOL_BYTES = 2 * GIB
 PREFILL_BURST = 1 / 64
 
 
-@dataclass(frozen=True, slots=True)
-class EngineCore:
+class EngineCore(msgspec.Struct, frozen=True):
     """A scheduler and the executor that runs its plans, sized for each other."""
 
     scheduler: Scheduler
@@ -49,8 +49,7 @@ class EngineCore:
     info: EngineInfo
 
 
-@dataclass(frozen=True, slots=True)
-class _Defaults:
+class _Defaults(msgspec.Struct, frozen=True):
     max_num_seqs: int
     max_batched_tokens: int
     max_prefill_tokens: int | None

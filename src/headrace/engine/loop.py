@@ -15,7 +15,6 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol, assert_never
 
 import msgspec
@@ -51,8 +50,7 @@ class Inbox(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Flight:
+class _Flight(msgspec.Struct, frozen=True):
     """A step in flight and whose chunks it computes."""
 
     plan: StepPlan

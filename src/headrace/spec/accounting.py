@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
+
+import msgspec
 
 from headrace.base.errors import DoesNotFit, InvalidInput, UnsupportedModel
 from headrace.base.units import ceil_div
@@ -38,8 +39,7 @@ CacheKind = Literal["full", "sliding", "chunked", "latent", "linear", "ssm"]
 # ---------------------------------------------------------------------------------------------------- parameters
 
 
-@dataclass(frozen=True, slots=True)
-class Parameters:
+class Parameters(msgspec.Struct, frozen=True):
     """Parameter counts. `active`: those one token uses – of the experts only the chosen ones, all else whole.
 
     A tied head is counted once, in `embedding`. `mtp` is in neither total: it is `by_part["mtp"]`.
@@ -72,8 +72,7 @@ def nominal_weight_bytes(spec: ModelSpec, bits: float) -> float:
 UNQUANTIZED_PARTS: frozenset[str] = frozenset({"embedding", "lm_head", "router", "norms", "extra"})
 
 
-@dataclass(frozen=True, slots=True)
-class WeightBytes:
+class WeightBytes(msgspec.Struct, frozen=True):
     """Bytes of the stored weights by part; `total` leaves out `mtp`, which is loaded only for speculation."""
 
     by_part: Mapping[str, int]
@@ -214,8 +213,7 @@ def _stored(w: Weight, chosen: Precision, plain: Precision, kept: frozenset[str]
 # ------------------------------------------------------------------------------------------------------ KV cache
 
 
-@dataclass(frozen=True, slots=True)
-class LayerCache:
+class LayerCache(msgspec.Struct, frozen=True):
     """What one layer keeps per request: `token_bytes` for each of the last `window` tokens (None: of all), plus `fixed_bytes`.
 
     `chunked`: the window is an aligned chunk, so what it holds falls back at each chunk's start.
@@ -339,8 +337,7 @@ def kv_bytes(spec: ModelSpec, kv: str, context: int, block_tokens: int | None = 
     return total
 
 
-@dataclass(frozen=True, slots=True)
-class KVLine:
+class KVLine(msgspec.Struct, frozen=True):
     """KV bytes of a request as `fixed_bytes + slope_bytes · context` around some context."""
 
     fixed_bytes: int
@@ -506,8 +503,7 @@ class ChunkShape(Protocol):
     def sample(self) -> bool: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(msgspec.Struct, frozen=True):
     """Compute positions [start, start + length), with or without sampling after the last: a chunk without a request."""
 
     start: int
@@ -515,8 +511,7 @@ class Span:
     sample: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class StepFlops:
+class StepFlops(msgspec.Struct, frozen=True):
     """FLOPs of a step; a multiply-add is 2. `gemm`: weight matrices except the head, `attention`: scores and values,
     `mixing`: recurrences and convolutions, `head`: the LM head over sampled rows."""
 
@@ -524,7 +519,7 @@ class StepFlops:
     attention: float
     mixing: float
     head: float
-    by_part: Mapping[str, float] = field(default_factory=dict)
+    by_part: Mapping[str, float] = msgspec.field(default_factory=dict)
 
     @property
     def total(self) -> float:

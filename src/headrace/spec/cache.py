@@ -8,19 +8,17 @@ freely between them. A model with a single kind of layer has exactly one group w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class CacheGroup:
+class CacheGroup(msgspec.Struct, frozen=True):
     """Layers that share a block table. `window`: tokens a query sees, itself included; None means the whole context."""
 
     layers: tuple[int, ...]
     window: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class CacheLayout:
+class CacheLayout(msgspec.Struct, frozen=True):
     """The shape of one cache.
 
     Block `b`, slot `s` stores keys and values of the s-th layer of whichever group owns the block:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class GGMLType:
+class GGMLType(msgspec.Struct, frozen=True):
     """One storage type. A row of `n` elements takes `n / block_elements * block_bytes` bytes; `id` is its code in a file."""
 
     id: int

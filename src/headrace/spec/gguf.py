@@ -10,11 +10,11 @@ import mmap
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from headrace.base.errors import CorruptCheckpoint, InvalidInput
@@ -40,8 +40,7 @@ _SPLIT_NAME = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.
 Value = Any
 
 
-@dataclass(frozen=True, slots=True)
-class GGUFTensor:
+class GGUFTensor(msgspec.Struct, frozen=True):
     """One tensor. `shape` is in numpy order (slowest first, so a linear layer is [out, in]); `offset` is from the start of `path`."""
 
     name: str
@@ -52,8 +51,7 @@ class GGUFTensor:
     path: Path
 
 
-@dataclass(frozen=True, slots=True)
-class GGUFHeader:
+class GGUFHeader(msgspec.Struct, frozen=True):
     """Metadata and tensors of one model, all shards together.
 
     `metadata` holds Python scalars and strings; numeric arrays are numpy arrays, arrays of strings are lists.

@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "relu", "clamped_swiglu"]
 
 
-@dataclass(frozen=True, slots=True)
-class RopeScaling:
+class RopeScaling(msgspec.Struct, frozen=True):
     """How rotary frequencies are stretched beyond the trained context.
 
     `kind`: `none`, `linear`, `dynamic`, `llama3`, `yarn`, `longrope`. Fields that a kind does not use stay at their default.
@@ -35,8 +36,7 @@ class RopeScaling:
     long_factors: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Rope:
+class Rope(msgspec.Struct, frozen=True):
     """Rotary position embedding over the first `dim` of each head's dimensions.
 
     `interleaved` pairs (0,1),(2,3)…; otherwise pairs (i, i + dim/2). `freq_factors` are per-pair divisors (GGUF `rope_freqs`).
@@ -49,8 +49,7 @@ class Rope:
     freq_factors: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Attention:
+class Attention(msgspec.Struct, frozen=True):
     """Softmax attention with `num_heads` query heads over `num_kv_heads` key/value heads (MHA, GQA or MQA).
 
     `window`: tokens that a query sees, itself included (None: all). `chunked`: the window is an aligned chunk (Llama 4)
@@ -82,8 +81,7 @@ class Attention:
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
 
-@dataclass(frozen=True, slots=True)
-class SparseIndexer:
+class SparseIndexer(msgspec.Struct, frozen=True):
     """DeepSeek-style top-k selector: its own small keys are cached beside the latent.
 
     `shared`: the layer reuses what the nearest earlier layer with an indexer selected; it has no weights or keys of its own.
@@ -95,8 +93,7 @@ class SparseIndexer:
     shared: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class LatentAttention:
+class LatentAttention(msgspec.Struct, frozen=True):
     """Multi-head latent attention (MLA): the cache holds one latent of `kv_lora_rank` and one rotary key of `rope_dim`."""
 
     num_heads: int
@@ -111,8 +108,7 @@ class LatentAttention:
     indexer: SparseIndexer | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LinearAttention:
+class LinearAttention(msgspec.Struct, frozen=True):
     """Gated delta-rule style linear attention with a fixed-size state (Qwen3-Next, Kimi Linear)."""
 
     num_k_heads: int
@@ -123,8 +119,7 @@ class LinearAttention:
     flavour: Literal["gated_delta", "kimi_delta", "lightning"] = "gated_delta"
 
 
-@dataclass(frozen=True, slots=True)
-class StateSpace:
+class StateSpace(msgspec.Struct, frozen=True):
     """Mamba layer. `version` 2: `num_heads` heads of `head_dim`, `groups` shared B/C; `version` 1: `dt_rank` low-rank step.
 
     `inner_norms`: learned norms on dt, B and C (Jamba).
@@ -144,16 +139,14 @@ class StateSpace:
     inner_norms: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class NoMixer:
+class NoMixer(msgspec.Struct, frozen=True):
     """A layer without token mixing (hybrids that list MLP-only layers)."""
 
 
 Mixer = Attention | LatentAttention | LinearAttention | StateSpace | NoMixer
 
 
-@dataclass(frozen=True, slots=True)
-class DenseMLP:
+class DenseMLP(msgspec.Struct, frozen=True):
     """`gated`: down(act(gate(x)) * up(x)); otherwise down(act(up(x)))."""
 
     intermediate: int
@@ -162,8 +155,7 @@ class DenseMLP:
     activation: Activation = "silu"
 
 
-@dataclass(frozen=True, slots=True)
-class MoE:
+class MoE(msgspec.Struct, frozen=True):
     """`top_k` of `num_experts` experts of width `intermediate`, plus always-active shared experts of total width `shared_intermediate`."""
 
     num_experts: int
@@ -183,16 +175,14 @@ class MoE:
     activation: Activation = "silu"
 
 
-@dataclass(frozen=True, slots=True)
-class NoMLP:
+class NoMLP(msgspec.Struct, frozen=True):
     """A layer without a feed-forward part (pure Mamba blocks)."""
 
 
 FeedForward = DenseMLP | MoE | NoMLP
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
+class Layer(msgspec.Struct, frozen=True):
     """One block. `num_norms`: norm weight vectors of hidden_size in the block (2 usual, 4 with Gemma's post-norms).
 
     `parallel_ssm`: a state-space mixer that runs beside `mixer` on the same input (Falcon-H1).

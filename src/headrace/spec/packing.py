@@ -7,8 +7,9 @@ layout is written down for the kernels in `native/src/packed.h`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 from headrace.base.errors import InvalidInput, UnsupportedModel
 from headrace.base.units import ceil_div
@@ -31,8 +32,7 @@ Role = Literal["matrix", "table", "router"]
 """What a matrix is for: `table` is the embedding or the output head, `router` chooses experts and stays in floats."""
 
 
-@dataclass(frozen=True, slots=True)
-class Packing:
+class Packing(msgspec.Struct, frozen=True):
     """One packed format: bytes of codes, of scales per (tile, group) and of scales per 8 groups of a tile.
 
     `codes`, `scales` and `zero` are the numbers that native code knows the format by.

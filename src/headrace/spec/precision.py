@@ -6,9 +6,11 @@ Weights precision, KV precision and activation precision are three settings; not
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, TypeVar
+
+import msgspec
+from msgspec.structs import replace
 
 from headrace.base.errors import InvalidInput
 from headrace.base.units import ceil_div
@@ -18,8 +20,7 @@ T = TypeVar("T")
 Scaling = Literal["none", "tensor", "row", "group", "tile", "flat", "block"]
 
 
-@dataclass(frozen=True, slots=True)
-class Precision:
+class Precision(msgspec.Struct, frozen=True):
     """How a weight tensor `[out, in]` is stored.
 
     `bits` per element, packed along the input dimension (a row is padded to whole bytes). `scaling` says what shares a
@@ -172,8 +173,7 @@ def precision(name: str) -> Precision:
     return _find(name, PRECISIONS, ALIASES, "weights", "precision")
 
 
-@dataclass(frozen=True, slots=True)
-class KVPrecision:
+class KVPrecision(msgspec.Struct, frozen=True):
     """How keys and values are cached: one head's vector of one token is `bits` per element plus `head_bytes` of scales.
 
     `fp8` has one scale per tensor, outside the cache. `int8` keeps an fp16 scale, `int4` an fp16 scale and an fp16 minimum,

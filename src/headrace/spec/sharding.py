@@ -5,7 +5,10 @@ A rank's share is again a `ModelSpec`, so every formula of `headrace.spec.accoun
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import dataclasses
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from headrace.base.errors import InvalidInput
 from headrace.base.units import ceil_div
@@ -66,7 +69,7 @@ def rank_spec(spec: ModelSpec, layout: Layout) -> ModelSpec:
         return spec
     tp, shards = layout.tp, layout.expert_shards
     layers = spec.layers[: ceil_div(len(spec.layers), layout.pp)] if layout.pp > 1 else spec.layers
-    return replace(
+    return dataclasses.replace(
         spec,
         vocab_size=ceil_div(spec.vocab_size, tp),
         layers=tuple(_layer(layer, tp, shards) for layer in layers),

@@ -6,9 +6,10 @@ Projections are listed as checkpoints store them apart (q, k, v, gate, up); fuse
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import prod
 from typing import Literal, assert_never, get_args
+
+import msgspec
 
 from headrace.spec.model import (
     Attention,
@@ -41,8 +42,7 @@ Part = Literal[
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
-@dataclass(frozen=True, slots=True)
-class Weight:
+class Weight(msgspec.Struct, frozen=True):
     """`copies` tensors of one `shape` (out, in for a matrix). `layer` is -1 outside the layers.
 
     `linear`: a token is multiplied by it (2 FLOPs per element), and quantizers apply. `part` is the part it is counted in;
@@ -67,8 +67,7 @@ class Weight:
         return prod(self.shape) * self.active
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
+class _Shape(msgspec.Struct, frozen=True):
     role: Part
     shape: tuple[int, ...]
     linear: bool = False

@@ -1,6 +1,6 @@
 """Gemma 2: a norm before and after attention and MLP, capped logits."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from headrace.engine.weights.names import GGUF, HF, Architecture
 

@@ -1,6 +1,6 @@
 """Gemma 3 (text): Gemma 2's four norms and a norm on each query and key head."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from headrace.engine.models.gemma2 import MODEL as GEMMA2
 from headrace.engine.weights.names import HF_HEAD_NORMS, Architecture

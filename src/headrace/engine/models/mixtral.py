@@ -1,6 +1,6 @@
 """Mixtral: sparse experts, stored one by one; GGUF files call it llama and stack them."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from headrace.engine.weights.names import GGUF, HF, Architecture
 

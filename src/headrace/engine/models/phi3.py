@@ -1,6 +1,6 @@
 """Phi-3, Phi-3.5 and Phi-4-mini: projections are stored fused."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from headrace.engine.weights.names import GGUF, HF, Architecture
 

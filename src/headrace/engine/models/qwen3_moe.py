@@ -1,6 +1,6 @@
 """Qwen3 mixture of experts."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from headrace.engine.weights.names import GGUF, HF_HEAD_NORMS, Architecture
 

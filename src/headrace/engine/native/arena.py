@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 
 import headrace_native
+import msgspec
 import numpy as np
 
 from headrace.engine.native.memory import buffer
@@ -14,8 +14,7 @@ from headrace.spec.ggml import GGML_TYPES_BY_NAME
 from headrace.spec.packing import Packing, aligned
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True):
     """Where a matrix lies in the arena; `Arena.matrix` makes it usable once the arena is filled."""
 
     offset: int
@@ -28,8 +27,7 @@ class Place:
         return self.form.nbytes(self.outputs, self.inputs)
 
 
-@dataclass(frozen=True, slots=True)
-class _VectorPlace:
+class _VectorPlace(msgspec.Struct, frozen=True):
     offset: int
     """From the first vector, in bytes."""
     count: int

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import headrace_native
+import msgspec
 
 from headrace.base.errors import InvalidInput
 from headrace.control.api import MemoryItem
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("headrace.engine")
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(msgspec.Struct, frozen=True):
     """Resolved options of this backend. `pin`: CPUs that the worker threads are bound to, none if empty."""
 
     weights: str

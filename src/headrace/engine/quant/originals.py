@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from msgspec.structs import fields, replace
 
 from headrace.base.errors import InvalidInput, UnsupportedModel
 from headrace.base.files import write_atomic
@@ -155,7 +156,7 @@ class GGUFOriginal:
                 remedy="give the model's folder; GGUF files of these are known: " + ", ".join(_CONFIGS),
             )
         self.config = write(geometry)
-        self.spec = replace(spec_from_hf(self.config, geometry.name), eos_token_ids=geometry.eos_token_ids)
+        self.spec = dataclasses.replace(spec_from_hf(self.config, geometry.name), eos_token_ids=geometry.eos_token_ids)
         _compare(geometry, self.spec)
         self._header = header
         self._source = GGUFSource(header)

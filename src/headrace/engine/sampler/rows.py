@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -14,8 +14,7 @@ NOT_FINITE = "the model produced logits that are not finite numbers"
 NOTHING_ALLOWED = "every token is excluded by logit_bias, min_tokens or the grammar"
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(msgspec.Struct, frozen=True):
     """The rows to sample. `history[i]` are the tokens before row i's, the first `prompt_lengths[i]` of them the prompt.
 
     `masks`: packed grammar masks by row (int32 words, bit set: allowed).
@@ -32,8 +31,7 @@ class Rows:
         return np.fromiter((len(h) for h in self.history), np.int64, len(self.history)) - self.prompt_lengths
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(msgspec.Struct, frozen=True):
     """`token_ids` [rows]; `errors` and `logprobs` by row, where there are any."""
 
     token_ids: list[int]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import msgspec
+from msgspec.structs import replace
 
 
-@dataclass(frozen=True, slots=True)
-class Names:
+class Names(msgspec.Struct, frozen=True):
     """Name patterns without the `.weight`/`.bias` ending; `{i}` is the layer, `{e}` the expert.
 
     A field that an architecture does not have is None. Where `qkv` or `gate_up` is set, the projections are stored fused, in
@@ -37,8 +37,7 @@ class Names:
     expert_down: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Architecture:
+class Architecture(msgspec.Struct, frozen=True):
     """One `model_type`: its names in a Hugging Face checkpoint and in GGUF."""
 
     hf: Names

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -20,8 +20,7 @@ class Rows(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(msgspec.Struct, frozen=True):
     """Consecutive rows of a tensor as its file holds them: `kind` is the ggml type's name (plain ones: f32, f16, bf16).
 
     `data` [rows, bytes of a row] is a view of the mapped file where there is one; leading dimensions are folded into rows.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Literal, cast
+
+from msgspec.structs import replace
 
 from headrace.base.errors import InvalidInput, UnsupportedModel
 from headrace.spec.families._config import Config

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Collection
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from headrace.base.errors import InvalidInput
 from headrace.spec.families import _parts as p

@@ -1,6 +1,6 @@
 """Gemma 3n (text): per-layer embeddings, AltUp streams, LAuReL, and later layers that reuse earlier keys and values."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from headrace.base.errors import InvalidInput
 from headrace.spec.families import _parts as p

@@ -2,7 +2,8 @@
 per-layer embeddings, and later layers that reuse earlier keys and values."""
 
 import math
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from headrace.base.errors import InvalidInput
 from headrace.spec.families import _parts as p

@@ -1,6 +1,6 @@
 """OLMo 3: OLMo 2 with three sliding layers to one full; rope scaling is for the full ones."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from headrace.spec.families import _parts as p
 from headrace.spec.families._config import Config
