@@ -11,6 +11,7 @@ import triton
 
 from headrace.engine.backend import Limits
 from headrace.engine.cuda.flashinfer import FlashInfer, Planned
+from headrace.engine.cuda.pool import KVPool
 from headrace.engine.cuda.weights import DecoderWeights, LayerWeights
 from headrace.engine.frequencies import frequencies
 from headrace.engine.kernels.activation import activate
@@ -81,7 +82,6 @@ class Decoder:
         limits: Limits,
         table: GemmTable,
         dtype: torch.dtype,
-        kv_dtype: torch.dtype,
         device: torch.device,
         *,
         sms: int,
@@ -112,10 +112,8 @@ class Decoder:
         self._wide = empty(self.tokens * max(attention, mlp))
         self.logits = empty(self.rows, spec.vocab_size, dtype=torch.float32)
         self.picked_x = empty(self.rows, hidden)
-        self.pool = empty(
-            layout.layers_per_group, limits.num_blocks, 2, layout.num_kv_heads, layout.block_tokens, layout.head_dim,
-            dtype=kv_dtype,
-        )  # fmt: skip
+        self.pool = KVPool(layout, limits.num_blocks, device)
+        self._kv_format = layout.kv_precision
         blocks = -(-(limits.max_model_len + 1) // layout.block_tokens)
         self.tables = torch.full((layout.num_groups, limits.max_num_seqs, blocks), -1, dtype=torch.int32, device=device)
         self.last_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device)
@@ -187,7 +185,7 @@ class Decoder:
         return int(min(33, max(4, -(-8 * self._sms // (rows * self._mixers[0].num_kv_heads)))))
 
     def _tuned_decode(self, rows: int) -> dict[str, int] | None:
-        return self._table.decode(rows, self._mixers[0].head_dim)
+        return self._table.decode(rows, self._mixers[0].head_dim, self._kv_format)
 
     def _decode_shape(self, rows: int) -> dict[str, int]:
         tuned = self._tuned_decode(rows)
@@ -412,7 +410,7 @@ class Decoder:
         self, i: int, a: Attention, w: LayerWeights, qkv, out, step: DeviceStep, *, pdl: bool
     ) -> list[Callable[[], None]]:
         group, place = self._places[i]
-        kv, tables = self.pool[place], self.tables[group]
+        (kv, scales), tables = self.pool.layer(place), self.tables[group]
         turn = self._no_turn if a.rope is None else self._turns[a.rope]
         rope_dim = 0 if a.rope is None else a.rope.dim
         norms = {"q_norm": w.q_norm, "k_norm": w.k_norm, "eps": self._eps}
@@ -429,7 +427,17 @@ class Decoder:
         if not alone:
             parts.append(
                 lambda: rope_cache(
-                    qkv, kv, tables, step.slots, step.positions, turn, a.num_heads, rope_dim=rope_dim, pdl=pdl, **norms
+                    qkv,
+                    kv,
+                    tables,
+                    step.slots,
+                    step.positions,
+                    turn,
+                    a.num_heads,
+                    rope_dim=rope_dim,
+                    scales=scales,
+                    pdl=pdl,
+                    **norms,
                 )
             )
         if self.planner is not None:
@@ -446,12 +454,12 @@ class Decoder:
                 given |= {"splits": self.splits(n), "min_chunk": self.min_chunk(n), **self._decode_shape(n)}
             parts.append(lambda: decode_attention(
                 qkv[:n], out[:n], kv, tables, step.slots[:n], step.positions[:n], self._work, a.num_heads,
-                pdl=pdl and n == rows, **rules, **given,
+                scales=scales, pdl=pdl and n == rows, **rules, **given,
             ))  # fmt: skip
         if step.chunks is not None and step.offsets is not None:
             if step.longest:
                 parts.append(lambda: gather_rows(
-                    kv, tables, step.chunks, step.offsets, self._gathered, step.longest, align=HOPPER_TILE
+                    kv, tables, step.chunks, step.offsets, self._gathered, step.longest, align=HOPPER_TILE, scales=scales
                 ))  # fmt: skip
             parts.append(lambda: self._hopper.prefill_hopper(
                 qkv, out, self._gathered, step.chunks, step.tiles, step.offsets, a.num_heads, a.num_kv_heads,
@@ -460,7 +468,7 @@ class Decoder:
         elif step.chunks is not None:
             work = self._prefill_work if step.tile_rows == SHORT_TILE else None
             parts.append(lambda: prefill_attention(
-                qkv, out, kv, tables, step.chunks, step.tiles, a.num_heads, work=work, **rules,
+                qkv, out, kv, tables, step.chunks, step.tiles, a.num_heads, work=work, scales=scales, **rules,
                 **prefill_shape(step.tile_rows, a),
             ))  # fmt: skip
         return parts

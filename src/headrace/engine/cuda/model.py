@@ -6,6 +6,7 @@ import gc
 import logging
 import threading
 import time
+from collections.abc import Iterable
 
 import torch
 
@@ -16,6 +17,7 @@ from headrace.control.step import StepPlan
 from headrace.engine.backend import Formats, Limits, LogitsWatch
 from headrace.engine.cuda import flashinfer
 from headrace.engine.cuda.decoder import Decoder
+from headrace.engine.cuda.pool import FORMATS as KV_FORMATS
 from headrace.engine.cuda.runner import CudaStep, Runner
 from headrace.engine.cuda.upload import Uploader
 from headrace.engine.cuda.weights import DecoderWeights, load_weights
@@ -41,7 +43,7 @@ RESERVE_BYTES = 768 * MIB
 
 def offered() -> Formats:
     """Weights and KV that this backend computes with."""
-    return Formats(tuple(_DTYPES), tuple(_DTYPES))
+    return Formats(tuple(_DTYPES), KV_FORMATS)
 
 
 def load(files: ModelFiles, config: EngineConfig) -> CudaModel:
@@ -53,8 +55,8 @@ def load(files: ModelFiles, config: EngineConfig) -> CudaModel:
             raise InvalidInput(
                 f"the cuda backend has no option {name!r}", field="options", remedy="known: " + ", ".join(_OPTIONS)
             )
-    weights = _chosen("weights", config.weights, "bf16")
-    kv = _chosen("kv", config.kv, weights)
+    weights = _chosen("weights", config.weights, "bf16", _DTYPES)
+    kv = _chosen("kv", config.kv, weights, KV_FORMATS)
     if config.attention not in ("auto", "triton", "flashinfer"):
         raise InvalidInput(
             f"the cuda backend has no attention {config.attention!r}",
@@ -135,7 +137,7 @@ class CudaModel:
         table = GemmTable(card, sms)
         pdl = self._pdl and cuda and capability >= (9, 0)
         decoder = Decoder(
-            spec, self._weights, layout, limits, table, _DTYPES[self.weights_precision], _DTYPES[self.kv_precision],
+            spec, self._weights, layout, limits, table, _DTYPES[self.weights_precision],
             device, sms=sms, pdl=pdl, capability=capability,
         )  # fmt: skip
         attention = self._choose_attention(decoder, layout, sms)
@@ -248,11 +250,11 @@ class CudaExecutor:
                 torch.cuda.synchronize(self._device)
 
 
-def _chosen(field: str, value: str, automatic: str) -> str:
+def _chosen(field: str, value: str, automatic: str, known: Iterable[str]) -> str:
     if value == "auto":
         return automatic
-    if value not in _DTYPES:
+    if value not in known:
         raise InvalidInput(
-            f"the cuda backend cannot use {field} {value!r}", field=field, remedy="choose one of: " + ", ".join(_DTYPES)
+            f"the cuda backend cannot use {field} {value!r}", field=field, remedy="choose one of: " + ", ".join(known)
         )
     return value

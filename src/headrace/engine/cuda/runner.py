@@ -203,7 +203,7 @@ class Runner:
         jobs.append(lambda: draw(decoder.logits[:1], out[0], decoder.last_ids, one, one, rules))
         jobs.append(lambda: greedy(decoder.logits[:1], out[0], out[2], decoder.last_ids, one, masked=True))
         pairs = torch.zeros(1, 2, dtype=torch.int32, device=self._device)
-        jobs.append(lambda: copy_blocks(decoder.pool, pairs))
+        jobs.append(lambda: copy_blocks(decoder.pool.blocks, pairs))
         jobs.append(lambda: scatter(self._bad_rows, pairs))
         # Attention of prompts takes longest to compile, so it goes first.
         # Of the steps whose products are the library's, one launches all that is not attention.
@@ -393,7 +393,7 @@ class Runner:
         if "tables" in meta:
             scatter(self._decoder.tables.view(-1), meta["tables"].view(-1, 2))
         if "copies" in meta:
-            copy_blocks(self._decoder.pool, meta["copies"].view(-1, 2))
+            copy_blocks(self._decoder.pool.blocks, meta["copies"].view(-1, 2))
 
     def _rows_of(self, chunks: Sequence[Chunk]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """(ids, slots, positions, slots to sample for) of chunks of one token."""

@@ -53,10 +53,15 @@ class GemmTable:
                 return None if entry is None else GemmConfig(**({"rows": max(16, bucket)} | entry))
         return self.guess(columns, inner, pair=pair) if rows <= 16 else None
 
-    def decode(self, rows: int, head_dim: int) -> dict[str, int] | None:
-        """How attention of so many rows is cut and run (splits, min_chunk, block_n, num_warps, stages), if it was tuned."""
+    def decode(self, rows: int, head_dim: int, kv: str = "") -> dict[str, int] | None:
+        """How attention of so many rows is cut and run (splits, min_chunk, block_n, num_warps, stages), if it was tuned.
+
+        `kv`: the cache's format, of which those with codes have entries of their own, or else take the plain ones.
+        """
         bucket = next((b for b in DECODE_BUCKETS if rows <= b), None)
-        return None if bucket is None else self._decode.get(decode_key(bucket, head_dim))
+        if bucket is None:
+            return None
+        return self._decode.get(decode_key(bucket, head_dim, kv), self._decode.get(decode_key(bucket, head_dim)))
 
     def guess(self, columns: int, inner: int, *, pair: bool) -> GemmConfig:
         """Enough programs to keep two on every multiprocessor, each with some KiB of weights in flight."""
@@ -69,8 +74,8 @@ class GemmTable:
         return GemmConfig(block_n, block_k, split, 4, 4, rows=16)
 
 
-def decode_key(bucket: int, head_dim: int) -> str:
-    return f"{bucket}x{head_dim}"
+def decode_key(bucket: int, head_dim: int, kv: str = "") -> str:
+    return f"{bucket}x{head_dim}{f'x{kv}' if kv else ''}"
 
 
 def key(bucket: int, columns: int, inner: int, *, pair: bool) -> str:
