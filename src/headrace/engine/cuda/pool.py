@@ -30,6 +30,10 @@ class KVPool:
             return
         if dim % 2:
             raise InvalidInput(f"KV {name} needs heads of an even size on the GPU, not {dim}", field="kv")
+        if name == "int8" and layout.block_tokens % 2:
+            raise InvalidInput(
+                f"KV int8 needs blocks of an even number of tokens, not {layout.block_tokens}", field="block_tokens"
+            )
         count = 2 * layout.num_kv_heads * layout.block_tokens
         words = count * dim // 2
         self.blocks = torch.empty(

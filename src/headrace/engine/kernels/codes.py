@@ -109,6 +109,24 @@ def coded(x, CODE: tl.constexpr):
         return code.to(tl.int8), tl.zeros([x.shape[0]], tl.float16), from_fp8(code.to(tl.int16)).to(tl.float32)
 
 
+@triton.jit
+def scales_of(scales, table, head_at, n0, low, stop, block_stride, BT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """fp32 scales of keys or values n0 (even) to n0 + BLOCK_N - 1, 0 before `low` and from `stop` on; `head_at`: where those of
+    the head begin in a block.
+
+    Loaded by twos: copies into shared memory that overlap with the work on other blocks take 4 bytes at least.
+    """
+    n = n0 + 2 * tl.arange(0, BLOCK_N // 2)
+    there = (n + 1 >= low) & (n < stop)
+    block = tl.load(table + n // BT, there, 0).to(tl.int64) * block_stride
+    both = tl.load(scales.to(tl.pointer_type(tl.int32), bitcast=True) + (block + head_at + n % BT) // 2, there, 0)
+    first = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+    second = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    first, second = tl.where(n >= low, first, 0.0), tl.where(n + 1 < stop, second, 0.0)
+    found = tl.reshape(tl.join(first, second), [BLOCK_N])
+    return found.to(tl.float32)
+
+
 def geometry(kv: torch.Tensor, scales: torch.Tensor | None) -> tuple[int, int, int, int]:
     """(code, KV heads, tokens of a block, head dimension) of one layer's blocks.
 
@@ -122,6 +140,7 @@ def geometry(kv: torch.Tensor, scales: torch.Tensor | None) -> tuple[int, int, i
         code = FP8 if kv.is_cuda and _reads_fp8(kv.device) else FP8_BITS
         return code.value, kv_heads, block_tokens, 2 * width
     assert scales.stride(0) == kv.stride(0)
+    assert block_tokens % 2 == 0
     return INT8.value, kv_heads, block_tokens, 2 * width
 
 

@@ -14,7 +14,18 @@ import triton
 import triton.language as tl
 
 from headrace.engine.kernels.activation import tanh
-from headrace.engine.kernels.codes import INT8, PLAIN, VALUE_UNIT, even, geometry, joined, odd, padded_dim, parts
+from headrace.engine.kernels.codes import (
+    INT8,
+    PLAIN,
+    VALUE_UNIT,
+    even,
+    geometry,
+    joined,
+    odd,
+    padded_dim,
+    parts,
+    scales_of,
+)
 from headrace.engine.kernels.rope import put_token, rotated
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -73,24 +84,29 @@ def over_codes(
     if CODE == INT8:
         acc *= VALUE_UNIT
     acc_even, acc_odd = parts(acc)
-    for n0 in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
+    first = begin
+    if CODE == INT8:
+        first = begin // 2 * 2
+    for n0 in tl.range(first, stop, BLOCK_N, num_stages=STAGES):
         n = n0 + tl.arange(0, BLOCK_N)
         seen = n < stop
+        if CODE == INT8:
+            seen = seen & (n >= begin)
         block = tl.load(table + n // BT, seen, 0).to(tl.int64) * block_stride
         at = block + kv_head * (BT * WORDS) + (n % BT) * WORDS
         k = tl.load(kv + at[None, :] + w[:, None], seen[None, :] & (w[:, None] < WORDS), 0)
         scores = tl.dot(q_even, even(k, CODE, q.dtype), input_precision="ieee")
         scores = tl.dot(q_odd, odd(k, CODE, q.dtype), scores, input_precision="ieee")
-        scale_at = scales + block + kv_head * BT + n % BT
         if CODE == INT8:
-            scores *= tl.load(scale_at, seen, 0.0).to(tl.float32)[None, :]
+            scores *= scales_of(scales, table, kv_head * BT, n0, begin, stop, block_stride, BT, BLOCK_N)[None, :]
         scores = tl.where(seen[None, :], scored(scores, scale, softcap, SOFTCAP), float("-inf"))
         best = tl.maximum(top, tl.max(scores, 1))
         shrink = tl.exp2(top - best)
         weights = tl.exp2(scores - best[:, None])
         total = total * shrink + tl.sum(weights, 1)
         if CODE == INT8:
-            weights *= (tl.load(scale_at + KV_HEADS * BT, seen, 0.0).to(tl.float32) * VALUE_UNIT)[None, :]
+            steps = scales_of(scales, table, (KV_HEADS + kv_head) * BT, n0, begin, stop, block_stride, BT, BLOCK_N)
+            weights *= (steps * VALUE_UNIT)[None, :]
         shares = weights.to(q.dtype)
         v = tl.load(kv + KV_HEADS * BT * WORDS + at[:, None] + w[None, :], seen[:, None] & (w[None, :] < WORDS), 0)
         acc_even = tl.dot(shares, even(v, CODE, q.dtype), acc_even * shrink[:, None], input_precision="ieee")

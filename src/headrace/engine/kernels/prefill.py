@@ -12,7 +12,18 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.engine.kernels.codes import INT8, PLAIN, VALUE_UNIT, even, geometry, joined, odd, padded_dim, parts
+from headrace.engine.kernels.codes import (
+    INT8,
+    PLAIN,
+    VALUE_UNIT,
+    even,
+    geometry,
+    joined,
+    odd,
+    padded_dim,
+    parts,
+    scales_of,
+)
 from headrace.engine.kernels.decode import LOG2E, arrived_last, scored, split_range
 
 HOPPER_TILE = 128
@@ -71,16 +82,16 @@ def _over_codes(
         v = tl.load(kv + KV_HEADS * BT * WORDS + at[:, None] + w[None, :], there[:, None] & (w[None, :] < WORDS), 0)
         scores = tl.dot(q_even, even(k, CODE, q.dtype), input_precision="ieee")
         scores = tl.dot(q_odd, odd(k, CODE, q.dtype), scores, input_precision="ieee")
-        scale_at = scales + block + kv_head * BT + n % BT
         if CODE == INT8:
-            scores *= tl.load(scale_at, there, 0.0).to(tl.float32)[None, :]
+            scores *= scales_of(scales, table, kv_head * BT, n0, oldest, stop, block_stride, BT, BLOCK_N)[None, :]
         seen = there[None, :]
         if WINDOW:
             seen = seen & (n[None, :] > positions[:, None] - window)
         weights, shrink, top = _weighted(scores, seen, top, scale, softcap, True, SOFTCAP)
         total = total * shrink + tl.sum(weights, 1)
         if CODE == INT8:
-            weights *= (tl.load(scale_at + KV_HEADS * BT, there, 0.0).to(tl.float32) * VALUE_UNIT)[None, :]
+            steps = scales_of(scales, table, (KV_HEADS + kv_head) * BT, n0, oldest, stop, block_stride, BT, BLOCK_N)
+            weights *= (steps * VALUE_UNIT)[None, :]
         shares = weights.to(q.dtype)
         acc_even = tl.dot(shares, even(v, CODE, q.dtype), acc_even * shrink[:, None], input_precision="ieee")
         acc_odd = tl.dot(shares, odd(v, CODE, q.dtype), acc_odd * shrink[:, None], input_precision="ieee")
