@@ -5,21 +5,16 @@ the continuation, if there is exactly one entry for each token of the prompt and
 """
 
 import json
+import os
+import subprocess
+import sys
 
+import httpx
+import msgspec
 import pytest
 from serve_harness import MODEL
 
 SEED = 1234
-
-
-def scored(choice, context):
-    """(log-likelihood of the continuation, whether greedy decoding would have written it), as lm-eval reads them."""
-    logprobs = choice["logprobs"]
-    values = logprobs["token_logprobs"][context:-1]
-    greedy = all(
-        value == max(best.values()) for value, best in zip(values, logprobs["top_logprobs"][context:-1], strict=True)
-    )
-    return sum(values), greedy
 
 
 async def loglikelihoods(post, model, sequences):
@@ -93,14 +88,48 @@ async def test_a_key_is_needed_for_the_tokenizer_too(serve):
     assert answer.status_code == 200
 
 
+TASK = """
+task: local_questions
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {questions}
+output_type: multiple_choice
+test_split: test
+doc_to_text: "Question: {{{{question}}}}\\nAnswer:"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+metric_list:
+  - metric: acc
+  - metric: acc_norm
+"""
+"""The built-in questions as a task of lm-eval, in files only."""
+
+
+def lm_eval(url, folder, model):
+    """What the harness itself finds in the task of `folder`: its results, and the samples by question."""
+    arguments = {"model": model, "base_url": f"{url}/v1/completions", "tokenizer_backend": "remote", "max_length": 256}
+    command = [
+        sys.executable, "-m", "lm_eval", "run", "--model", "local-completions", "--tasks", "local_questions",
+        "--include_path", str(folder), "--batch_size", "8", "--output_path", str(folder / "out"), "--log_samples",
+        "--model_args", ",".join(f"{key}={value}" for key, value in arguments.items()),
+    ]  # fmt: skip
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=os.environ | offline, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (results,) = (folder / "out").rglob("results_*.json")
+    (samples,) = (folder / "out").rglob("samples_*.jsonl")
+    rows = sorted((json.loads(line) for line in samples.read_text().splitlines()), key=lambda row: row["doc_id"])
+    return json.loads(results.read_text())["results"]["local_questions"], rows
+
+
 @pytest.mark.model
-async def test_log_likelihoods_over_http_equal_those_in_process(tmp_path):
-    """The built-in questions, in batches of 8 requests of the form above, against the evaluator without any server."""
-    import httpx
+def test_lm_eval_itself_finds_what_the_evaluator_finds_in_process(tmp_path):
+    """The real harness with a local task against a real server, and the same questions without any server."""
     from server_process import ServerProcess
 
     from headrace.engine.launch import BACKENDS
-    from headrace.engine.quality.choices import built_in, candidates
+    from headrace.engine.quality.choices import built_in, candidates, picks
     from headrace.engine.quality.evaluate import Evaluator
     from headrace.spec.config import EngineConfig
     from headrace.spec.locate import locate
@@ -108,18 +137,17 @@ async def test_log_likelihoods_over_http_equal_those_in_process(tmp_path):
 
     files = locate("smollm2-135m")
     # "What is the square root of 81?" is among them, to which the model says 9 and then nothing more.
-    asked = candidates(built_in()[36:44], load_tokenizer(files))
+    questions = built_in()[36:44]
+    (tmp_path / "questions.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(questions))
+    (tmp_path / "task.yaml").write_text(TASK.format(questions=tmp_path / "questions.jsonl"))
     server = ServerProcess(tmp_path / "log", "--max-model-len", "256", "--kv-bytes", str(64 * 2**20), "--kv", "fp32")
     try:
-        found = []
-        async with httpx.AsyncClient(base_url=server.url, timeout=120) as http:
-            info = (await http.get("/engine")).json()["info"]
-            for at in range(0, len(asked), 8):
-                part = asked[at : at + 8]
-                choices = await loglikelihoods(http.post, info["model"], [list(c.tokens) for c in part])
-                found += [scored(choice, c.first) for c, choice in zip(part, choices, strict=True)]
+        info = httpx.get(f"{server.url}/engine").json()["info"]
+        results, samples = lm_eval(server.url, tmp_path, info["model"])
     finally:
         assert server.stop() == 0, server.log.read_text()
+
+    asked = candidates(questions, load_tokenizer(files))
     config = EngineConfig(model="smollm2-135m", backend=info["backend"], kv="fp32", threads=1)
     evaluator = Evaluator(BACKENDS.get(info["backend"]).load(files, config), 2048)
     best = {}
@@ -131,6 +159,11 @@ async def test_log_likelihoods_over_http_equal_those_in_process(tmp_path):
         scores = evaluator.score([c.tokens for c in asked], visit)
     finally:
         evaluator.close()
+    found = [(float(total), greedy == "True") for row in samples for ((total, greedy),) in row["resps"]]
     for i, (c, row, (total, greedy)) in enumerate(zip(asked, scores, found, strict=True)):
-        assert total == pytest.approx(float(row[c.first - 1 :].sum()), abs=2e-3), json.dumps(c.tokens)
+        assert total == pytest.approx(float(row[c.first - 1 :].sum()), abs=2e-3), c
         assert greedy == all(best[i, p - 1] == c.tokens[p] for p in range(c.first, len(c.tokens)))
+    assert any(greedy for _, greedy in found)
+    assert not all(greedy for _, greedy in found)
+    right = [q.answer for q in questions]
+    assert results["acc,none"] == pytest.approx((picks(asked, scores).raw == right).mean())
