@@ -14,5 +14,5 @@ def pair_table(values: torch.Tensor, *, high_first: bool) -> torch.Tensor:
 
 def pairs(table: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     """fp32 values [..., 2 n] of bytes [..., n]."""
-    found = table.index_select(0, packed.reshape(-1).int()).view(torch.float32)
+    found = table.to(packed.device).index_select(0, packed.reshape(-1).int()).view(torch.float32)
     return found.view(*packed.shape[:-1], -1)

@@ -48,7 +48,8 @@ class Float8(Format):
         return {"codes": codes, "scales": scales}
 
     def decode(self, tensors: Tensors, rows: int, columns: int) -> torch.Tensor:
-        values = _TABLE.index_select(0, tensors["codes"].view(torch.uint8).view(-1).int())
+        codes = tensors["codes"]
+        values = _TABLE.to(codes.device).index_select(0, codes.view(torch.uint8).view(-1).int())
         return values.view(rows, columns).mul_(self._spread(tensors["scales"], rows, columns))
 
     def _spread(self, scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

@@ -51,7 +51,7 @@ class IntegerGroups(Format):
         groups = grouped(weight, self.size(columns))
         scales, zeros = self.grid(groups)
         codes = self.codes(groups, scales, zeros)
-        order = torch.arange(columns, dtype=torch.int32) if self.ordered else None
+        order = torch.arange(columns, dtype=torch.int32, device=weight.device) if self.ordered else None
         return self.tensors(flattened(codes, columns), scales, zeros, order)
 
     def grid(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,7 +108,7 @@ class IntegerGroups(Format):
     def damage(self, tensors: Tensors, columns: int) -> str | None:
         if self.ordered:
             order = tensors["order"].long().sort().values
-            if not torch.equal(order, torch.arange(columns)):
+            if not torch.equal(order, torch.arange(columns, device=order.device)):
                 return "the order of its inputs is not a permutation"
         return super().damage(tensors, columns)
 

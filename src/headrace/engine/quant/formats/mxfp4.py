@@ -42,7 +42,7 @@ class MXFP4(RowFormat):
     def decode(self, tensors: Tensors, rows: int, columns: int) -> torch.Tensor:
         values = pairs(_TABLE, tensors["codes"])[:, :columns]
         exponents = tensors["scales"].to(torch.int32) - _BIAS
-        scales = torch.ldexp(torch.ones(exponents.shape), exponents)
+        scales = torch.ldexp(torch.ones(exponents.shape, device=exponents.device), exponents)
         return flattened(grouped(values, self.spec.group_size) * scales[..., None], columns).contiguous()
 
     def damage(self, tensors: Tensors, columns: int) -> str | None:

@@ -65,14 +65,14 @@ class NF4(Format):
         """fp32 scale of each block."""
         if not self.double:
             return tensors["scales"]
-        codes = torch.from_numpy(tables.DYNAMIC)[tensors["scales"].int()]
+        codes = torch.from_numpy(tables.DYNAMIC).to(tensors["scales"].device)[tensors["scales"].int()]
         runs = tensors["nested"].repeat_interleave(self.spec.scale_group)[: len(codes)]
         return codes * runs + tensors["offset"]
 
 
 def _nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """uint8 index of the nearest entry of an ascending table."""
-    edges = (table[:-1] + table[1:]) / 2
+    edges = ((table[:-1] + table[1:]) / 2).to(values.device)
     return torch.bucketize(values, edges).to(torch.uint8)
 
 

@@ -1,0 +1,446 @@
+"""Matrix products of few rows with quantized weights: codes stream from memory and become bf16 in registers.
+
+As in `headrace.engine.kernels.gemm` bandwidth is all, now of 4 or 8 bits per weight, and the same work is fused in. Weights are
+the left operand of the tensor cores, so that what is unpacked in registers is multiplied from there; the rows of x are the
+right one. Scales never touch a weight: a group's products are summed apart and the sum is multiplied. A zero point z takes
+z · Σ x off a group's sum; Σ x comes from a product with ones.
+
+Layouts. Codes of 8 bits lie in rows as in their format. Those of 4 bits are permuted when a matrix is loaded: inputs in chunks,
+[inputs / chunk, outputs, chunk / 2 bytes], so that what a program reads at once is one run, four bytes hold four weights
+of the chunk's first half and four of its second, and their places are such that a register is unpacked with few
+operations (`places`). Chunks are of 128 inputs, of 64 where a group is of 32 or the inputs are no multiple of 128. Scales lie by group, [groups, outputs].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from headrace.engine.kernels.activation import ACTIVATIONS, act
+from headrace.engine.kernels.decode import arrived_last
+from headrace.engine.kernels.gemm import MAX_ROWS, Gained, GemmConfig, GemmWorkspace, prefetch, shrink_of
+from headrace.engine.kernels.unpack import INT4, MXFP4, NF4_CODES, unpacked, valued
+from headrace.engine.quant.tables import DYNAMIC, NF4
+
+CHUNK = 64
+"""What the inputs must be a multiple of."""
+BY_ROW, BY_PART, BY_GROUP, BY_EXPONENT, BY_NESTED = (tl.constexpr(i) for i in range(5))
+"""What a scale is: fp32 of an output, of each of up to three matrices joined, a float of a group, a power of two of a group, an
+8-bit code of a group with one fp32 for 256 of them."""
+NESTED = tl.constexpr(256)
+
+
+def places(kind: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """In which nibbles of four bytes the four weights of either half of a chunk lie."""
+    if kind == NF4_CODES.value:
+        return (0, 1, 2, 3), (4, 5, 6, 7)
+    return (0, 4, 1, 5), (2, 6, 3, 7)
+
+
+@triton.jit
+def _part_of(row, first, second):
+    return (row >= first).to(tl.int32) + (row >= second).to(tl.int32)
+
+
+@triton.jit
+def _scales(
+    scales, nested, offsets, tables, row, inside, group, groups, rows_total, first, second,
+    SCALE: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """fp32 scales of a group of each output in `row`, 0 outside."""
+    if SCALE == BY_EXPONENT:
+        code = tl.load(scales + group * rows_total + row, inside, 0).to(tl.int32)
+        # 2^(code - 127) as its bits; code 0 would be the subnormal 2^-127 and is taken for 0.
+        return (code << 23).to(tl.float32, bitcast=True)
+    elif SCALE == BY_NESTED:
+        code = tl.load(scales + group * rows_total + row, inside, 0).to(tl.int32)
+        step = tl.load(nested + (row * groups + group) // NESTED, inside, 0.0)
+        return tl.load(tables + code) * step + tl.load(offsets + _part_of(row, first, second))
+    elif SCALE == BY_GROUP:
+        return tl.load(scales + group * tl.cdiv(rows_total, SHARED) + row // SHARED, inside, 0.0).to(tl.float32)
+    elif SCALE == BY_PART:
+        return tl.load(scales + _part_of(row, first, second) + tl.zeros_like(row), inside, 0.0)
+    else:
+        return tl.load(scales + row, inside, 0.0)
+
+
+@triton.jit
+def _codes4(codes, row, inside, rows_total, chunk, BYTES: tl.constexpr, EVEN: tl.constexpr):
+    """The bytes [outputs, BYTES] of a chunk; `unpacked` makes either half of them."""
+    at = codes + chunk.to(tl.int64) * (rows_total * BYTES) + (row[:, None] * BYTES + tl.arange(0, BYTES)[None, :])
+    return tl.load(at) if EVEN else tl.load(at, inside[:, None], 0)
+
+
+@triton.jit
+def _plain4(codes, table, row, inside, rows_total, chunk, KIND: tl.constexpr, HALF: tl.constexpr, BYTES: tl.constexpr):
+    """fp32 values [outputs, BYTES] of half a chunk, each code looked up where `places` has it."""
+    i = tl.arange(0, BYTES)
+    if KIND == NF4_CODES:
+        byte, shift = i % 4 // 2 + 2 * HALF, i % 2 * 4
+    else:
+        byte, shift = i % 2 * 2 + HALF, i % 4 // 2 * 4
+    at = codes + (chunk.to(tl.int64) * rows_total + row[:, None]) * BYTES + (i // 4 * 4 + byte)[None, :]
+    code = tl.load(at, inside[:, None], 0).to(tl.uint8, bitcast=True).to(tl.int32)
+    return valued(code >> shift[None, :] & 15, table, KIND)
+
+
+@triton.jit
+def _multiplied(
+    x, codes, scales, zeros, nested, offsets, tables, acc, row, inside, begin, stop,
+    rows, inner, rows_total, x_stride, first, second,
+    KIND: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr, ASYM: tl.constexpr,
+    BYTES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    FAST: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """acc [BLOCK_N, BLOCK_M] plus the products of inputs [begin, stop), scales of groups applied."""
+    m = tl.arange(0, BLOCK_M)
+    BITS4: tl.constexpr = KIND == INT4 or KIND == MXFP4 or KIND == NF4_CODES
+    # Inputs of one product; as many products as share a scale are added up first.
+    SPAN: tl.constexpr = BYTES if BITS4 else (32 if GROUP == 32 else (64 if GROUP == 64 else BLOCK_K))
+    PARTS: tl.constexpr = 1 if GROUP == 0 else GROUP // SPAN
+    kind = x.dtype.element_ty
+    there = m[None, :] < rows
+    x_at = m[None, :] * x_stride + tl.arange(0, SPAN)[:, None]
+    groups = 0 if GROUP == 0 else inner // GROUP
+    # Scales are fetched one group ahead: they are too narrow for asynchronous copies.
+    step = tl.zeros([BLOCK_N], tl.float32)
+    following = step
+    if GROUP > 0:
+        following = _scales(
+            scales, nested, offsets, tables, row, inside, begin // GROUP, groups, rows_total, first, second, SCALE, SHARED
+        )  # fmt: skip
+    for k0 in tl.range(begin, stop, BLOCK_K, num_stages=STAGES):
+        part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        ones = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        packed = tl.zeros([BLOCK_N, BYTES], tl.int8)
+        for s in tl.static_range(BLOCK_K // SPAN):
+            k = k0 + s * SPAN
+            if GROUP > 0 and s % PARTS == 0:
+                step = following
+                following = _scales(
+                    scales, nested, offsets, tables, row, inside, tl.minimum(k // GROUP + 1, groups - 1), groups,
+                    rows_total, first, second, SCALE, SHARED,
+                )  # fmt: skip
+            a = tl.load(x + k + x_at, there, 0.0)
+            if BITS4:
+                chunk = k0 // (2 * BYTES) + s // 2
+                if FAST:
+                    if s % 2 == 0:
+                        packed = _codes4(codes, row, inside, rows_total, chunk, BYTES, EVEN)
+                        w = unpacked(packed, KIND, 0)
+                    else:
+                        w = unpacked(packed, KIND, 1)
+                else:
+                    if s % 2 == 0:
+                        w = _plain4(codes, tables, row, inside, rows_total, chunk, KIND, 0, BYTES).to(kind)
+                    else:
+                        w = _plain4(codes, tables, row, inside, rows_total, chunk, KIND, 1, BYTES).to(kind)
+            else:
+                at = codes + k + (row.to(tl.int64)[:, None] * inner + tl.arange(0, SPAN)[None, :])
+                code = tl.load(at) if EVEN else tl.load(at, inside[:, None], 0)
+                if FAST:
+                    w = unpacked(code, KIND, 0)
+                else:
+                    w = valued(code.to(tl.uint8, bitcast=True).to(tl.int32), tables, KIND).to(kind)
+            if GROUP == 0:
+                acc = tl.dot(w, a, acc, input_precision="ieee")
+            else:
+                part = tl.dot(w, a, part, input_precision="ieee")
+                if ASYM:
+                    ones = tl.dot(tl.full([BLOCK_N, SPAN], 1.0, kind), a, ones, input_precision="ieee")
+                if s % PARTS == PARTS - 1:
+                    if ASYM:
+                        place = k // GROUP * rows_total + row
+                        if KIND == INT4:
+                            zero = (tl.load(zeros + place // 2, inside, 0).to(tl.int32) >> place % 2 * 4 & 15) - 8
+                        else:
+                            zero = tl.load(zeros + place, inside, 0).to(tl.int32) - 128
+                        part -= ones * zero.to(tl.float32)[:, None]
+                        ones = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+                    acc += part * step[:, None]
+                    part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    return acc
+
+
+@triton.jit
+def _ahead(
+    codes, scales, row, inside, rows_total, inner, begin, stop, KIND: tl.constexpr, SCALE: tl.constexpr,
+    GROUP: tl.constexpr, SHARED: tl.constexpr, BYTES: tl.constexpr,
+):  # fmt: skip
+    """Bring the first codes and all scales of groups into the L2 cache."""
+    if KIND == INT4 or KIND == MXFP4 or KIND == NF4_CODES:
+        ROWS: tl.constexpr = 128 // BYTES  # of a cache line
+        chunks = begin // (2 * BYTES) + tl.arange(0, 256 // BYTES // 2)
+        within = (chunks[:, None] * (2 * BYTES) < stop) & inside[None, :] & (row[None, :] % ROWS == 0)
+        at = codes + chunks.to(tl.int64)[:, None] * (rows_total * BYTES) + row[None, :] * BYTES
+        prefetch(tl.where(within, at, codes))
+    else:
+        lines = begin + tl.arange(0, 4) * 128
+        within = (lines[:, None] < stop) & inside[None, :]
+        at = codes + row.to(tl.int64)[None, :] * inner + lines[:, None]
+        prefetch(tl.where(within, at, codes))
+    if SCALE == BY_EXPONENT or SCALE == BY_NESTED or (SCALE == BY_GROUP and SHARED == 1):
+        group = begin // GROUP + tl.arange(0, 32)
+        within = (group[:, None] * GROUP < stop) & inside[None, :] & (row[None, :] % 32 == 0)
+        prefetch(tl.where(within, scales + group[:, None] * rows_total + row[None, :], scales))
+
+
+@triton.jit(do_not_specialize=["rows", "eps", "scale", "count", "first", "second"])
+def _quantized(
+    x, codes, scales, zeros, nested, offsets, tables, bias, squares, gain, residual, out, gained, squares_out, parts,
+    counters, rows, columns, inner, rows_total, count, eps, scale, x_stride, out_stride, first, second,
+    KIND: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr, ASYM: tl.constexpr,
+    BYTES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
+    NORM: tl.constexpr, PAIR: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    GAIN: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    m = tl.arange(0, BLOCK_M)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_inside = n < columns
+    steps = tl.cdiv(tl.cdiv(inner, BLOCK_K), SPLIT_K)
+    begin = part * steps * BLOCK_K
+    stop = tl.minimum(begin + steps * BLOCK_K, inner)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        _ahead(codes, scales, n, n_inside, rows_total, inner, begin, stop, KIND, SCALE, GROUP, SHARED, BYTES)
+        if PAIR:
+            _ahead(
+                codes, scales, columns + n, n_inside, rows_total, inner, begin, stop, KIND, SCALE, GROUP, SHARED, BYTES
+            )  # fmt: skip
+        tl.extra.cuda.gdc_wait()
+    acc = _multiplied(
+        x, codes, scales, zeros, nested, offsets, tables, tl.zeros([BLOCK_N, BLOCK_M], tl.float32), n, n_inside,
+        begin, stop, rows, inner, rows_total, x_stride, first, second,
+        KIND, SCALE, GROUP, SHARED, ASYM, BYTES, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, FAST, STAGES,
+    )  # fmt: skip
+    acc2 = acc
+    if PAIR:
+        acc2 = _multiplied(
+            x, codes, scales, zeros, nested, offsets, tables, tl.zeros([BLOCK_N, BLOCK_M], tl.float32), columns + n,
+            n_inside, begin, stop, rows, inner, rows_total, x_stride, first, second,
+            KIND, SCALE, GROUP, SHARED, ASYM, BYTES, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, FAST, STAGES,
+        )  # fmt: skip
+    inside = (m[None, :] < rows) & n_inside[:, None]
+    last = True
+    if SPLIT_K > 1:
+        at = (part * BLOCK_M + m[None, :]) * (columns * (2 if PAIR else 1)) + n[:, None]
+        tl.store(parts + at, acc, inside)
+        if PAIR:
+            tl.store(parts + at + columns, acc2, inside)
+        tl.debug_barrier()
+        last = arrived_last(counters + tile, SPLIT_K)
+        if last:
+            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            acc2 = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            for p in tl.static_range(SPLIT_K):
+                at = (p * BLOCK_M + m[None, :]) * (columns * (2 if PAIR else 1)) + n[:, None]
+                acc += tl.load(parts + at, inside, 0.0, cache_modifier=".cg")
+                if PAIR:
+                    acc2 += tl.load(parts + at + columns, inside, 0.0, cache_modifier=".cg")
+    if last:
+        if GROUP == 0:
+            by = _scales(
+                scales, nested, offsets, tables, n, n_inside, 0, 1, rows_total, first, second, SCALE, SHARED
+            )  # fmt: skip
+            acc *= by[:, None]
+            if PAIR:
+                by = _scales(
+                    scales, nested, offsets, tables, columns + n, n_inside, 0, 1, rows_total, first, second, SCALE,
+                    SHARED,
+                )  # fmt: skip
+                acc2 *= by[:, None]
+        if NORM:
+            shrink = tl.trans(shrink_of(squares, count, m, rows, inner, eps, BLOCK_M))
+            acc = acc * shrink
+            acc2 = acc2 * shrink
+        if BIAS:
+            acc += tl.load(bias + n, n_inside, 0.0).to(tl.float32)[:, None]
+            if PAIR:
+                acc2 += tl.load(bias + columns + n, n_inside, 0.0).to(tl.float32)[:, None]
+        if PAIR:
+            acc = act(acc, ACT) * acc2
+        target = m[None, :] * out_stride + n[:, None]
+        if RESIDUAL:
+            acc = acc * scale + tl.load(residual + target, inside, 0.0).to(tl.float32)
+        rounded = acc.to(out.dtype.element_ty)
+        tl.store(out + target, rounded, inside)
+        if GAIN:
+            wide = tl.where(inside, rounded.to(tl.float32), 0.0)
+            tl.store(squares_out + tile * MAX_ROWS + m, tl.sum(wide * wide, 0), m < rows)
+            wide = wide * tl.load(gain + n, n_inside, 0.0).to(tl.float32)[:, None]
+            tl.store(gained + target, wide.to(out.dtype.element_ty), inside)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantMatrix:
+    """A matrix [outputs, inputs] on the device as `quantized_gemm` reads it; `tensors` are all that it holds.
+
+    `codes` and `scales` as the module says; `zeros` [groups, outputs / 2] bytes; `nested` and `offsets` of scales that are
+    quantized themselves. `parts`: where the second and third of joined matrices begin. `act_codes`: activations of many rows
+    are rounded to this type.
+    """
+
+    form: str
+    kind: int
+    scaling: int
+    group: int
+    shape: tuple[int, int]
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None = None
+    nested: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+    shared: int = 1
+    parts: tuple[int, int] = (1 << 30, 1 << 30)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk of 4-bit codes of an output; 8-bit ones have no chunks."""
+        return 32 if self.codes.dim() == 2 else self.codes.shape[2]
+
+    def tensors(self) -> list[torch.Tensor]:
+        found = (self.codes, self.scales, self.zeros, self.nested, self.offsets)
+        return [t for t in found if t is not None]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors())
+
+
+def quantized_gemm(
+    x: torch.Tensor | Gained,
+    w: QuantMatrix,
+    out: torch.Tensor,
+    work: GemmWorkspace,
+    config: GemmConfig,
+    *,
+    eps: float = 0.0,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    scale: float = 1.0,
+    pair: str | None = None,
+    gain: torch.Tensor | None = None,
+    gained: Gained | None = None,
+    pdl: bool = False,
+) -> None:
+    """`headrace.engine.kernels.gemm.skinny_gemm` with quantized weights. The inner steps of `config` must divide the inputs."""
+    normed = isinstance(x, Gained)
+    source = x.values if isinstance(x, Gained) else x
+    rows, inner = source.shape
+    columns = w.shape[0] // (2 if pair else 1)
+    c = config
+    block_m = max(8, c.rows, triton.next_power_of_2(rows))
+    tiles = triton.cdiv(columns, c.block_n)
+    fast = source.dtype == torch.bfloat16 and source.is_cuda
+    assert inner % (c.block_k * c.split_k) == 0
+    assert c.block_k % max(w.group, 2 * w.chunk_bytes) == 0
+    assert rows <= MAX_ROWS.value
+    assert c.split_k == 1 or c.split_k * block_m * w.shape[0] <= work.parts.numel()
+    assert c.split_k == 1 or tiles <= work.counters.numel()
+    some = work.parts
+    if gained is not None:
+        assert tiles * MAX_ROWS.value <= gained.squares.numel()
+        gained.count = tiles
+    given = lambda t: some if t is None else t  # noqa: E731
+    _quantized[(tiles, c.split_k)](
+        source, w.codes.view(torch.int8), bits_of(w.scales), given(w.zeros), given(w.nested), given(w.offsets),
+        constants(source.device), given(bias), x.squares if normed else some, given(gain),
+        given(residual), out, out if gained is None else gained.values, some if gained is None else gained.squares,
+        work.parts, work.counters, rows, columns, inner, w.shape[0], x.count if normed else 0, eps, scale,
+        source.stride(0), out.stride(0), *w.parts,
+        KIND=w.kind, SCALE=w.scaling, GROUP=w.group, SHARED=w.shared, ASYM=w.zeros is not None,
+        BYTES=w.chunk_bytes, BLOCK_M=block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, SPLIT_K=c.split_k, NORM=normed,
+        PAIR=pair is not None, ACT=ACTIVATIONS[pair or "silu"], BIAS=bias is not None, RESIDUAL=residual is not None,
+        GAIN=gained is not None, EVEN=columns % c.block_n == 0, FAST=fast, PDL=pdl, STAGES=c.stages,
+        num_warps=c.num_warps, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+
+
+def bits_of(scales: torch.Tensor) -> torch.Tensor:
+    return scales.view(torch.uint8) if scales.element_size() == 1 else scales
+
+
+@cache
+def constants(device: torch.device) -> torch.Tensor:
+    """The values of nested scales' codes, and after them those of NF4's codes."""
+    return torch.from_numpy(np.concatenate([DYNAMIC, NF4])).to(device)
+
+
+@triton.jit(do_not_specialize=["first", "second"])
+def _dequantize(
+    codes, scales, zeros, nested, offsets, tables, out, rows_total, inner, first, second,
+    KIND: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr, ASYM: tl.constexpr,
+    BYTES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = row < rows_total
+    BITS4: tl.constexpr = KIND == INT4 or KIND == MXFP4 or KIND == NF4_CODES
+    SPAN: tl.constexpr = BYTES if BITS4 else (32 if GROUP == 32 else 64)
+    kind = out.dtype.element_ty
+    k0 = tl.program_id(1) * BLOCK_K
+    packed = tl.zeros([BLOCK_N, BYTES], tl.int8)
+    groups = 1 if GROUP == 0 else inner // GROUP
+    for s in tl.static_range(BLOCK_K // SPAN):
+        begin = k0 + s * SPAN
+        k = begin + tl.arange(0, SPAN)
+        there = inside[:, None] & (k[None, :] < inner)
+        if BITS4:
+            chunk = k0 // (2 * BYTES) + s // 2
+            readable = inside & (begin < inner)
+            if FAST:
+                if s % 2 == 0:
+                    packed = _codes4(codes, row, readable, rows_total, chunk, BYTES, False)
+                    w = unpacked(packed, KIND, 0)
+                else:
+                    w = unpacked(packed, KIND, 1)
+            else:
+                if s % 2 == 0:
+                    w = _plain4(codes, tables, row, readable, rows_total, chunk, KIND, 0, BYTES)
+                else:
+                    w = _plain4(codes, tables, row, readable, rows_total, chunk, KIND, 1, BYTES)
+        else:
+            code = tl.load(codes + row.to(tl.int64)[:, None] * inner + k[None, :], there, 0)
+            if FAST:
+                w = unpacked(code, KIND, 0)
+            else:
+                w = valued(code.to(tl.uint8, bitcast=True).to(tl.int32), tables, KIND)
+        value = w.to(tl.float32)
+        group = 0 if GROUP == 0 else tl.minimum(begin // GROUP, groups - 1)
+        if ASYM:
+            place = group * rows_total + row
+            if KIND == INT4:
+                zero = (tl.load(zeros + place // 2, inside, 0).to(tl.int32) >> place % 2 * 4 & 15) - 8
+            else:
+                zero = tl.load(zeros + place, inside, 0).to(tl.int32) - 128
+            value -= zero.to(tl.float32)[:, None]
+        by = _scales(
+            scales, nested, offsets, tables, row, inside, group, groups, rows_total, first, second, SCALE, SHARED
+        )  # fmt: skip
+        value *= by[:, None]
+        tl.store(out + row.to(tl.int64)[:, None] * inner + k[None, :], value.to(kind), there)
+
+
+def dequantize(w: QuantMatrix, out: torch.Tensor) -> torch.Tensor:
+    """The matrix in `out`'s type, in the first elements of the flat buffer `out`; returned as [outputs, inputs]."""
+    rows, inner = w.shape
+    found = out[: rows * inner].view(rows, inner)
+    some = w.codes
+    given = lambda t: some if t is None else t  # noqa: E731
+    block_n = 32
+    _dequantize[(triton.cdiv(rows, block_n), triton.cdiv(inner, 256))](
+        w.codes.view(torch.int8), bits_of(w.scales), given(w.zeros), given(w.nested), given(w.offsets),
+        constants(out.device), found, rows, inner, *w.parts,
+        KIND=w.kind, SCALE=w.scaling, GROUP=w.group, SHARED=w.shared, ASYM=w.zeros is not None,
+        BYTES=w.chunk_bytes, BLOCK_N=block_n, BLOCK_K=256, FAST=out.dtype == torch.bfloat16 and out.is_cuda, num_warps=4,
+    )  # fmt: skip
+    return found

@@ -1,0 +1,157 @@
+"""Codes of quantized weights to bf16, a register of four bytes at a time; what no instruction set offers is made of bit moves.
+
+Each function takes bytes [..., n] and gives the values of n codes, scales left out. Of 4-bit codes a byte holds two, and which
+weights they are is a matter of the layout (`headrace.engine.kernels.quantized`): `HALF` 0 or 1 asks for one half of them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from headrace.engine.quant.tables import NF4
+
+INT4, INT8, FP8, MXFP4, NF4_CODES = (tl.constexpr(i) for i in range(5))
+"""Kinds of codes."""
+
+
+def _bf16_bytes() -> tuple[list[int], list[int]]:
+    """The values of NF4 rounded to bf16: low and high bytes of the 16 entries, four to a word."""
+    bits = [int(v) for v in ((NF4.view("uint32").astype("uint64") + 0x7FFF + ((NF4.view("uint32") >> 16) & 1)) >> 16)]
+    words = lambda shift: [sum((bits[4 * w + i] >> shift & 255) << 8 * i for i in range(4)) for w in range(4)]  # noqa: E731
+    return words(0), words(8)
+
+
+def _nf4(half: int) -> str:
+    low, high = _bf16_bytes()
+    first = "mov.b32 w, $2;" if half == 0 else "shr.b32 w, $2, 16;"
+    # A selector's nibble addresses eight bytes with three bits; the fourth bit then chooses between two such tables.
+    return f"""{{
+        .reg .b32 w, m, f, a, b, lo, hi;
+        {first}
+        and.b32 m, w, 0x7777;
+        shl.b32 f, w, 4;
+        prmt.b32 f, f, w, 0xD9C8;
+        prmt.b32 a, {low[0]}, {low[1]}, m;
+        prmt.b32 b, {low[2]}, {low[3]}, m;
+        lop3.b32 lo, f, b, a, 0xCA;
+        prmt.b32 a, {high[0]}, {high[1]}, m;
+        prmt.b32 b, {high[2]}, {high[3]}, m;
+        lop3.b32 hi, f, b, a, 0xCA;
+        prmt.b32 $0, lo, hi, 0x5140;
+        prmt.b32 $1, lo, hi, 0x7362;
+    }}"""
+
+
+def _int4(half: int) -> str:
+    shifts = (0, 4) if half == 0 else (8, 12)
+    # A code in the mantissa of 128 is 128 + code; less 136 it is the signed code.
+    lines = "".join(
+        f"shr.b32 t, $2, {s}; lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; fma.rn.bf16x2 {to}, t, one, less;"
+        for s, to in zip(shifts, ("$0", "$1"), strict=True)
+    )
+    return f"""{{
+        .reg .b32 t, one, less;
+        mov.b32 one, 0x3F803F80;
+        mov.b32 less, 0xC308C308;
+        {lines}
+    }}"""
+
+
+def _mxfp4(half: int) -> str:
+    def shift(to: str, by: int) -> str:
+        return f"shl.b32 {to}, $2, {by};" if by >= 0 else f"shr.b32 {to}, $2, {-by};"
+
+    # Sign to bit 15, exponent and mantissa to bits 6-8: a bf16 too small by 2^126, subnormals included.
+    lines = "".join(
+        f"{shift('s', 12 - p)} {shift('t', 6 - p)} and.b32 t, t, 0x01C001C0; "
+        f"lop3.b32 t, s, 0x80008000, t, 0xEA; fma.rn.bf16x2 {to}, t, grow, none;"
+        for p, to in zip((0, 4) if half == 0 else (8, 12), ("$0", "$1"), strict=True)
+    )
+    return f"""{{
+        .reg .b32 s, t, grow, none;
+        mov.b32 grow, 0x7E807E80;
+        mov.b32 none, 0x80008000;
+        {lines}
+    }}"""
+
+
+def _int8() -> str:
+    # Seven bits in the mantissa of 128; the sign bit makes a 256 of the 128 that is taken away.
+    lines = "".join(
+        f"prmt.b32 t, $2, 0, {selector}; lop3.b32 c, t, 0x007F007F, 0x43004300, 0xEA;"
+        f"lop3.b32 t, t, 0x00800080, 0x43004300, 0xEA; fma.rn.bf16x2 {to}, t, minus, c;"
+        for selector, to in (("0x4140", "$0"), ("0x4342", "$1"))
+    )
+    return f"""{{
+        .reg .b32 t, c, minus;
+        mov.b32 minus, 0xBF80BF80;
+        {lines}
+    }}"""
+
+
+def _fp8() -> str:
+    # Exponent and mantissa four bits down: a bf16 too small by 2^120, subnormals included.
+    lines = "".join(
+        f"prmt.b32 s, $2, 0, {selector}; shr.b32 t, s, 4; and.b32 t, t, 0x07F007F0;"
+        f"lop3.b32 t, s, 0x80008000, t, 0xEA; fma.rn.bf16x2 {to}, t, grow, none;"
+        for selector, to in (("0x1404", "$0"), ("0x3424", "$1"))
+    )
+    return f"""{{
+        .reg .b32 s, t, grow, none;
+        mov.b32 grow, 0x7B807B80;
+        mov.b32 none, 0x80008000;
+        {lines}
+    }}"""
+
+
+_ASM = {
+    (0, 0): _int4(0), (0, 1): _int4(1), (1, 0): _int8(), (2, 0): _fp8(), (3, 0): _mxfp4(0), (3, 1): _mxfp4(1),
+    (4, 0): _nf4(0), (4, 1): _nf4(1),
+}  # fmt: skip
+_INT4_0, _INT4_1 = tl.constexpr(_ASM[0, 0]), tl.constexpr(_ASM[0, 1])
+_INT8, _FP8 = tl.constexpr(_ASM[1, 0]), tl.constexpr(_ASM[2, 0])
+_MXFP4_0, _MXFP4_1 = tl.constexpr(_ASM[3, 0]), tl.constexpr(_ASM[3, 1])
+_NF4_0, _NF4_1 = tl.constexpr(_ASM[4, 0]), tl.constexpr(_ASM[4, 1])
+
+
+@triton.jit
+def _asm(packed, CODE: tl.constexpr):
+    return tl.inline_asm_elementwise(CODE, "=&r,=&r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)
+
+
+@triton.jit
+def unpacked(packed, KIND: tl.constexpr, HALF: tl.constexpr):
+    """bf16 values of bytes as they lie in registers, four neighbours of a row at a time."""
+    if KIND == INT8:
+        return _asm(packed, _INT8)
+    elif KIND == FP8:
+        return _asm(packed, _FP8)
+    elif KIND == INT4:
+        return _asm(packed, _INT4_0 if HALF == 0 else _INT4_1)
+    elif KIND == MXFP4:
+        return _asm(packed, _MXFP4_0 if HALF == 0 else _MXFP4_1)
+    else:
+        return _asm(packed, _NF4_0 if HALF == 0 else _NF4_1)
+
+
+@triton.jit
+def valued(code, table, KIND: tl.constexpr):
+    """fp32 values of codes of their own (int32, unsigned) in plain arithmetic; `table` holds NF4's values from its 257th
+    entry on."""
+    if KIND == INT4:
+        return (code - 8).to(tl.float32)
+    elif KIND == INT8:
+        return tl.where(code >= 128, code - 256, code).to(tl.float32)
+    elif KIND == FP8:
+        exponent, mantissa = (code >> 3) & 15, (code & 7).to(tl.float32)
+        size = tl.where(
+            exponent == 0, mantissa * 0.001953125, (1 + mantissa * 0.125) * tl.exp2((exponent - 7).to(tl.float32))
+        )
+        return tl.where(code >= 128, -size, size)
+    elif KIND == MXFP4:
+        exponent, mantissa = (code >> 1) & 3, (code & 1).to(tl.float32)
+        size = tl.where(exponent == 0, mantissa * 0.5, (1 + mantissa * 0.5) * (1 << exponent).to(tl.float32) * 0.5)
+        return tl.where(code >= 8, -size, size)
+    else:
+        return tl.load(table + 256 + code)

@@ -1,0 +1,97 @@
+"""Products with quantized weights against the dequantized matrix in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_device import DEVICE, DTYPES, TOLERANCE, gap, randn
+
+from headrace.engine.cuda.repack import repacked, unfit
+from headrace.engine.kernels.gemm import MAX_ROWS, Gained, GemmConfig, GemmWorkspace
+from headrace.engine.kernels.quantized import dequantize, quantized_gemm
+from headrace.engine.quant.formats import Packed, form
+from headrace.spec.precision import precision
+
+FORMATS = (
+    "int4", "int4_g32", "int4_g64", "int4_g128", "int4_g128_asym", "int4_g32_asym", "int8", "int8_g128", "int8_g64_asym",
+    "nf4", "nf4_single", "mxfp4", "fp8_e4m3", "fp8_channel", "fp8_block128",
+)  # fmt: skip
+
+
+def packed_parts(name: str, rows: tuple[int, ...], columns: int) -> tuple[list[Packed], torch.Tensor]:
+    """Random matrices of a format whose outputs have unlike scales, and their values joined, fp64."""
+    parts = []
+    for i, n in enumerate(rows):
+        w = randn(n, columns, dtype=torch.float32, seed=i) * torch.linspace(0.2, 1.5, n, device=DEVICE)[:, None]
+        w[: n // 2, : columns // 2] *= 3.0
+        parts.append(form(name).quantize(w * columns**-0.5))
+    return parts, torch.cat([p.dequantize().double() for p in parts])
+
+
+def loose(dtype: torch.dtype) -> float:
+    return TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("rows", "config"), [(3, GemmConfig(32, 128, 2, 2, 3)), (20, GemmConfig(64, 128, 1, 4, 2))])
+def test_joined_matrices(dtype, name, rows, config):
+    parts, w = packed_parts(name, (256, 128), 256)
+    matrix = repacked(parts)
+    assert matrix.nbytes == sum(p.nbytes for p in parts) == sum(precision(name).nbytes(p.shape) for p in parts)
+    x = randn(rows, 256, dtype=dtype)
+    out = torch.full((rows, 384), float("nan"), dtype=dtype, device=DEVICE)
+    work = GemmWorkspace(1 << 16, 64, DEVICE)
+    for _ in range(2):
+        quantized_gemm(x, matrix, out, work, config)
+    assert not work.counters.any()
+    assert gap(out, x.double() @ w.T) < loose(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["int4_g64_asym", "nf4", "fp8_e4m3"])
+def test_what_is_fused(dtype, name):
+    """Norm, bias and act(gate) * up; then the residual sum with the next norm's gain."""
+    rows, inner, columns = 5, 256, 128
+    parts, w = packed_parts(name, (columns, columns), inner)
+    matrix, work = repacked(parts), GemmWorkspace(1 << 16, 64, DEVICE)
+    x, gain, bias = randn(rows, inner, dtype=dtype), randn(inner, dtype=dtype, seed=2), randn(256, dtype=dtype, seed=3)
+    squares = x.float().square().sum(1).repeat(1, 1)
+    padded = torch.full((1, MAX_ROWS.value), float("nan"), device=DEVICE)
+    padded[0, :rows] = squares
+    source = Gained((x.float() * gain.float()).to(dtype), padded, 1)
+    out = torch.full((rows, columns), float("nan"), dtype=dtype, device=DEVICE)
+    config = GemmConfig(32, 128, 2, 2, 2)
+    quantized_gemm(source, matrix, out, work, config, eps=1e-5, bias=bias, pair="silu")
+    xd = x.double()
+    both = (xd / (xd.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain.double()) @ w.T + bias.double()
+    assert gap(out, torch.nn.functional.silu(both[:, :columns]) * both[:, columns:]) < loose(dtype)
+
+    parts, w = packed_parts(name, (columns,), inner)
+    out = randn(rows, columns, dtype=dtype, seed=4)
+    wanted = out.double() + 0.5 * (xd @ w.T)
+    following = randn(columns, dtype=dtype, seed=6)
+    gained = Gained(torch.full_like(out, float("nan")), torch.full((8, MAX_ROWS.value), float("nan"), device=DEVICE))
+    quantized_gemm(
+        x, repacked(parts), out, work, config, residual=out, scale=0.5, gain=following, gained=gained
+    )  # fmt: skip
+    assert gap(out, wanted) < loose(dtype)
+    assert gap(gained.values, out.double() * following.double()) < loose(dtype)
+    assert gap(gained.squares[: gained.count, :rows].sum(0), out.double().square().sum(1)) < loose(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_dequantized(dtype, name):
+    parts, w = packed_parts(name, (128, 40), 384)
+    scratch = torch.full((70_000,), float("nan"), dtype=dtype, device=DEVICE)
+    assert gap(dequantize(repacked(parts), scratch), w) < loose(dtype)
+
+
+def test_matrices_out_of_the_kernels_reach_are_named():
+    assert unfit(precision("int4_g128"), [256], 256) is None
+    assert "whole groups" in unfit(precision("int4_g128"), [256], 192)
+    assert "multiple of 64" in unfit(precision("fp8_channel"), [256], 100)
+    assert "runs of 256" in unfit(precision("nf4"), [192, 64], 576)
+    assert "neighbouring" in unfit(precision("int4_g128_act"), [256], 256)
+    assert "tiles" in unfit(precision("fp8_block128"), [64, 64], 256)
