@@ -445,6 +445,8 @@ class Runner:
             launch[0].planned = planned
             self._launch_decode(*launch)
         self._sample(step, self._decoder.logits[:count], plan_rows, meta)
+        if (positions < self._slots.prompt_lengths[slots] - 1).any():  # prompts that came in pieces of one token
+            self._prompt_logprobs(step)
 
     def _mixed_size(self, rows: int, lengths: np.ndarray) -> tuple[int, int] | None:
         """The least graphed size that holds a mixed step, if there is one."""
