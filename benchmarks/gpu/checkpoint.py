@@ -1,4 +1,4 @@
-"""Write a random bf16 checkpoint, N(0, 0.02), of a known shape: `checkpoint.py FOLDER [mistral-7b | qwen3-0.6b]`.
+"""Write a random bf16 checkpoint, N(0, 0.02), of a known shape: `checkpoint.py FOLDER [mistral-7b | qwen3-0.6b | qwen3-8-layers]`.
 
 Zeros or tiny values would change the card's clock, so the values are drawn like a fresh model's; needs a GPU to be quick.
 """
@@ -26,6 +26,7 @@ SHAPES = {
         "attention_bias": False, "tie_word_embeddings": True,
     },
 }  # fmt: skip
+SHAPES["qwen3-8-layers"] = SHAPES["qwen3-0.6b"] | {"num_hidden_layers": 8}  # for many short steps
 COMMON = {
     "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.02, "torch_dtype": "bfloat16",
     "use_cache": True, "attention_dropout": 0.0,

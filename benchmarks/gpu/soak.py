@@ -1,7 +1,8 @@
-"""Random steps at a full pool: `soak.py MODEL [STEPS]` mixes prompts, answers, sampling rules and aborts, and counts errors.
+"""Random steps at a full pool: `soak.py MODEL [STEPS] [FIELD=VALUE …]` mixes prompts, answers, sampling rules and aborts.
 
-The pool takes its usual share of the card; prompts are long and unrelated, so that it is full after the first seconds and
-every block handed out later is taken from the prefix cache or from a preempted sequence.
+The pool takes its usual share of the card; the first prompts are unrelated and fill it, and every block handed out later is
+taken from the prefix cache or from a preempted sequence. Counts errors, and tells the least free memory seen. Few layers
+(`checkpoint.py FOLDER qwen3-8-layers`) make many steps of a minute.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from headrace.engine.inprocess import InProcessEngine
 from headrace.engine.launch import launch
 from headrace.spec.config import EngineConfig
 
+SEQS = 32
+
 
 def sampling(rng: random.Random, count: int) -> Sampling:
     """Any mix of rules that a request may ask for."""
@@ -35,25 +38,43 @@ def sampling(rng: random.Random, count: int) -> Sampling:
         }
     if rng.random() < 0.03:
         rules |= {"logprobs": rng.randint(0, 20)}
-    if rng.random() < 0.005:  # rare, since each makes its steps wait for the ones before
+    if rng.random() < 0.002:  # rare, since each makes its steps wait for the ones before
         rules |= {"repetition_penalty": 1.2, "presence_penalty": 0.3}
-    if rng.random() < 0.005:
+    if rng.random() < 0.003:
         rules |= {"prompt_logprobs": 1}
     return Sampling(**rules)  # type: ignore[arg-type]
 
 
-def main(model: str, steps: int) -> None:
-    core = launch(EngineConfig(model=model, backend="cuda", max_model_len=20480, max_num_seqs=64, memory_fraction=0.88))
+def free_bytes() -> int:
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+
+
+def main(model: str, steps: int, options: dict[str, str]) -> None:
+    """`options`: fields of EngineConfig that differ from the defaults here, say attention=flashinfer."""
+    sizes: dict[str, object] = {
+        "max_model_len": 20480,
+        "max_num_seqs": SEQS,
+        "memory_fraction": 0.88,
+        "backend": "cuda",
+    }
+    sizes |= {k: int(v) if v.isdigit() else v for k, v in options.items()}
+    core = launch(EngineConfig(model=model, **sizes))  # type: ignore[arg-type]
     engine = InProcessEngine(core)
     rng = random.Random(5)
     arrived: queue.SimpleQueue = queue.SimpleQueue()
     live: set[str] = set()
     made = ended = aborted = 0
     errors: list[str] = []
-    least_free = torch.cuda.mem_get_info()[0]
+    least_free = at_start = free_bytes()
     begin, base = time.perf_counter(), engine.stats.steps
     vocab = core.info.vocab_size
     filling = core.info.num_blocks * core.info.block_tokens
+    words = tuple(rng.choices(range(3, vocab - 10), k=1 << 20))
+
+    def prompt(length: int) -> tuple[int, ...]:
+        """Unlike all others: a run of the drawn words behind a first word of its own."""
+        at = rng.randrange(len(words) - length)
+        return (rng.randrange(3, vocab - 10), rng.randrange(3, vocab - 10), *words[at : at + length])
 
     def report() -> None:
         stats = engine.stats
@@ -61,25 +82,29 @@ def main(model: str, steps: int) -> None:
             "step": "soak", "steps": stats.steps - base, "s": round(time.perf_counter() - begin, 1), "requests": made,
             "ended": ended, "aborted": aborted, "errors": errors[:3], "preemptions": stats.preemptions,
             "cached_blocks": stats.cached_blocks, "free_blocks": stats.free_blocks, "blocks": stats.total_blocks,
-            "least_free_bytes": least_free, "torch_peak_bytes": torch.cuda.max_memory_allocated(),
+            "free_bytes_at_start": at_start, "least_free_bytes": least_free,
+            "torch_peak_bytes": torch.cuda.max_memory_allocated(), "torch_reserved_peak_bytes": torch.cuda.max_memory_reserved(),
         }), flush=True)  # fmt: skip
 
-    told = 0
+    told = looked = 0
     while (done := engine.stats.steps - base) < steps:
-        if done >= told + 2000:
+        if done >= told + 1000:
             told = done
             report()
-        while len(live) < 80:
+        if done >= looked + 20:
+            looked = done
+            least_free = min(least_free, free_bytes())
+        while len(live) < SEQS + SEQS // 4:
             # At first what fills the pool, then mostly short requests, so that most steps decode.
-            length, count = 16000, 4
+            length, count = 4000, 1
             if filling < 0:
-                length = rng.randint(1, 8000) if rng.random() < 0.03 else rng.randint(1, 200)
-                count = rng.randint(1, 250)
+                length = rng.randint(1, 8000) if rng.random() < 0.02 else rng.randint(1, 150)
+                count = rng.randint(1, 150)
             filling -= length
             name = f"r{made}"
-            prompt = tuple(rng.choices(range(3, vocab - 10), k=length))
-            request = Request(request_id=name, prompt_token_ids=prompt, sampling=sampling(rng, count))
-            engine.submit(request, arrived.put)
+            engine.submit(
+                Request(request_id=name, prompt_token_ids=prompt(length), sampling=sampling(rng, count)), arrived.put
+            )
             live.add(name)
             made += 1
         output = arrived.get()
@@ -91,12 +116,12 @@ def main(model: str, steps: int) -> None:
         elif output.request_id in live and rng.random() < 0.0003:
             engine.abort(output.request_id)
             aborted += 1
-        if rng.random() < 0.001:
-            least_free = min(least_free, torch.cuda.mem_get_info()[0])
     report()
     engine.stop()
     assert not errors, errors[0]
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 10_000)
+    given = dict(a.split("=", 1) for a in sys.argv[2:] if "=" in a)
+    counts = [int(a) for a in sys.argv[2:] if "=" not in a]
+    main(sys.argv[1], counts[0] if counts else 10_000, given)

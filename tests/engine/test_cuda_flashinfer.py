@@ -122,12 +122,12 @@ def by_formula(q, kv, table, position, kind) -> torch.Tensor:
 
 
 SIZE, BLOCKS, ROWS = 8, 40, 8
-compiled_elsewhere = pytest.mark.skipif(ON_GPU, reason="kernels with windows and caps compile for minutes more")
+compiled_elsewhere = pytest.mark.skipif(ON_GPU, reason="its two kinds of kernels compile for minutes more")
 
 
 @needs_package
 @pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=compiled_elsewhere)])
+@pytest.mark.parametrize("name", ["llama", "mistral-window", pytest.param("gemma2", marks=compiled_elsewhere)])
 def test_random_batches_equal_the_formula(tmp_path, stand_in, name, graphs):
     spec = locate(str(tiny_model(tmp_path, name, **WIDE)[1])).spec()
     plans = planner(spec, rows=ROWS, blocks=BLOCKS, graphs=graphs, block_tokens=SIZE)
@@ -175,7 +175,7 @@ def advance(runs: Engine, prompts: list[list[int]]) -> list:
 
 
 @needs_package
-@pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=compiled_elsewhere)])
+@pytest.mark.parametrize("name", ["llama", "mistral-window", pytest.param("gemma2", marks=compiled_elsewhere)])
 def test_the_model_computes_the_same_as_with_our_attention(tmp_path, stand_in, name):
     model, folder = tiny_model(tmp_path, name, **WIDE if ON_GPU else {"num_hidden_layers": 2})
     rng = random.Random(2)
