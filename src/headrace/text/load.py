@@ -10,9 +10,17 @@ from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 
 
-def load_tokenizer(files: ModelFiles) -> Tokenizer:
-    """The model's own tokenizer; one of plain bytes for a config that comes without (dummy weights)."""
+def load_tokenizer(files: ModelFiles, *, first_text_soon: bool = False) -> Tokenizer:
+    """The model's own tokenizer; one of plain bytes for a config that comes without (dummy weights).
+
+    `first_text_soon`: do not wait for all of a GGUF vocabulary (`headrace.text.tokenizer_first`).
+    """
     if files.kind == "gguf":
+        if first_text_soon:
+            from headrace.text.tokenizer_first import FirstTextTokenizer
+            from headrace.text.tokenizer_gguf import Vocabulary
+
+            return FirstTextTokenizer(Vocabulary(files.gguf().metadata))
         return Tokenizer.from_gguf(files.gguf().metadata)
     if files.tokenizer_path is None and not files.weights:
         return Tokenizer.of_bytes()

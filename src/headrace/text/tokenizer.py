@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +31,13 @@ class Tokenizer:
         *,
         special_tokens: Mapping[str, str] | None = None,
         eos_token_ids: Sequence[int] | None = None,
+        whole: Callable[[], tokenizers.Tokenizer] | None = None,
     ) -> None:
         """`special_tokens`: texts by role (`bos_token`, …). `eos_token_ids`: all that end a turn, the main one first;
-        left out, the id of `eos_token`."""
-        self._backend = backend
+        left out, the id of `eos_token`. `whole`: makes the library's object when it is first needed; `backend` is then one
+        that has its added tokens and its decoder."""
+        self._whole = backend if whole is None else None
+        self._make_whole = whole
         self._plain_backend: tokenizers.Tokenizer | None = None
         self._lock = threading.Lock()
         self.special_tokens = dict(special_tokens or {})
@@ -46,8 +49,9 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {id_: token.content.encode() for id_, token in added.items()}
         # Added tokens may lie beyond a gap, so counting tokens is not enough.
         self.vocab_size = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
-        self.bos_token_id = self._id_of("bos_token")
-        self.eos_token_id = self._id_of("eos_token")
+        ids = {role: backend.token_to_id(text) for role, text in self.special_tokens.items()}
+        self.bos_token_id: int | None = ids.get("bos_token")
+        self.eos_token_id: int | None = ids.get("eos_token")
         self.eos_token_ids = tuple(
             eos_token_ids if eos_token_ids is not None else [] if self.eos_token_id is None else [self.eos_token_id]
         )
@@ -101,7 +105,7 @@ class Tokenizer:
         self, texts: Sequence[str], *, add_special: bool = True, parse_special: bool = True
     ) -> list[list[int]]:
         """`encode` for several texts, in parallel where there are many."""
-        backend = self._backend if parse_special else self._without_special()
+        backend = self._encoder(texts) if parse_special else self._without_special()
         try:
             # encode() would hold the GIL throughout; the batch forms release it, and the fast one skips the offsets.
             encodings = backend.encode_batch_fast(list(texts), add_special_tokens=add_special)
@@ -145,15 +149,24 @@ class Tokenizer:
         found: int | None = self._backend.token_to_id(spelling)
         return found
 
-    def _id_of(self, role: str) -> int | None:
-        text = self.special_tokens.get(role)
-        return None if text is None else self.token_id(text)
+    @property
+    def _backend(self) -> tokenizers.Tokenizer:
+        with self._lock:
+            if self._whole is None:
+                assert self._make_whole is not None
+                self._whole = self._make_whole()
+            return self._whole
+
+    def _encoder(self, texts: Sequence[str]) -> tokenizers.Tokenizer:
+        """What encodes `texts`."""
+        return self._backend
 
     def _without_special(self) -> tokenizers.Tokenizer:
         # The switch is a property of the library's object, so the other setting needs an object of its own.
+        backend = self._backend
         with self._lock:
             if self._plain_backend is None:
-                plain = type(self._backend).from_str(self._backend.to_str())
+                plain = type(backend).from_str(backend.to_str())
                 plain.encode_special_tokens = True
                 self._plain_backend = plain
             return self._plain_backend
