@@ -91,7 +91,7 @@ class LLM:
     def _start(self, config: EngineConfig, chat_template: str | Path | None) -> None:
         self.config = config
         self._chat_template = None if chat_template is None else Path(chat_template)
-        self.files = locate(config.model, revision=config.revision)
+        self.files = locate(config.model, revision=config.revision, cached=config.cache)
         # The tokenizer is built while the weights load: both spend most of their time outside of Python.
         with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as side:
             text = side.submit(self._load_text)
@@ -104,7 +104,7 @@ class LLM:
 
     def _load_text(self) -> float:
         begin_s = time.monotonic()
-        self.tokenizer = load_tokenizer(self.files)
+        self.tokenizer = load_tokenizer(self.files, first_text_soon=True)
         self.template = load_template(self.files, self.tokenizer, self._chat_template)
         return time.monotonic() - begin_s
 

@@ -62,7 +62,7 @@ def serve(
     from headrace.spec.locate import locate
 
     keys = load_keys(api_key, os.environ.get("HEADRACE_API_KEY"), api_key_file)
-    files = locate(config.model, revision=config.revision)
+    files = locate(config.model, revision=config.revision, cached=config.cache)
     settings = ServeConfig(
         served_names=tuple(served_model_name) or (files.name,),
         eos_token_ids=files.spec().eos_token_ids,

@@ -92,7 +92,7 @@ def launch(config: EngineConfig, *, files: ModelFiles | None = None, clock: Cloc
     stages = Stages(clock)
     stages.seconds["until launch"] = clock.now() - process_start_s()
     with stages.stage("read the model's header"):
-        files = files or locate(config.model, revision=config.revision)
+        files = files or locate(config.model, revision=config.revision, cached=config.cache)
         _check(config, files.spec())
     with stages.stage("import the backend"):
         backend, notes = choose_backend(config, files)

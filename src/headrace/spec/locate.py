@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -52,6 +52,8 @@ class ModelFiles:
     generation_config_path: Path | None = None
     chat_template_path: Path | None = None
     tokenizer_config_path: Path | None = field(default=None)
+    cached: bool = False
+    """Whether a GGUF header may come from the user's cache folder, and go there."""
 
     def spec(self) -> ModelSpec:
         """The model's geometry, read once. EOS ids come from generation_config.json, else the config, else GGUF metadata."""
@@ -77,14 +79,16 @@ class ModelFiles:
 
     @cached_property
     def _gguf(self) -> GGUFHeader:
+        if self.cached:
+            from headrace.spec.gguf_cache import cached_header
+
+            return cached_header(self.weights)
         from headrace.spec.gguf import read_gguf
 
         return read_gguf(self.weights[0])
 
     @cached_property
     def _spec(self) -> ModelSpec:
-        from dataclasses import replace
-
         if self.kind == "gguf":
             from headrace.spec.gguf_models import spec_from_gguf
 
@@ -99,13 +103,17 @@ class ModelFiles:
         )
 
 
-def locate(model: str, *, revision: str | None = None, offline: bool | None = None) -> ModelFiles:
+def locate(model: str, *, revision: str | None = None, offline: bool | None = None, cached: bool = False) -> ModelFiles:
     """Find the files of `model`.
 
     A folder (with config.json, or with one GGUF model), a `.gguf` file (any shard of a set), a bare config.json, a known
     name (`smollm2-135m`, `gemma3-270m`), or a hub id, which is downloaded into the hub's cache unless `offline` (default: as
-    `HF_HUB_OFFLINE` says). Raises InvalidInput with the remedy if nothing is found.
+    `HF_HUB_OFFLINE` says). Raises InvalidInput with the remedy if nothing is found. `cached`: see `ModelFiles`.
     """
+    return replace(_locate(model, revision, offline), cached=cached)
+
+
+def _locate(model: str, revision: str | None, offline: bool | None) -> ModelFiles:
     path = Path(model).expanduser()
     if model and path.is_dir():
         return _folder(path)

@@ -11,7 +11,6 @@ import hashlib
 import logging
 import os
 import struct
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +18,7 @@ from pathlib import Path
 import headrace_native
 import numpy as np
 
-from headrace.base.files import cache_dir
+from headrace.base.files import cache_dir, identity
 from headrace.engine.native.arena import Arena
 from headrace.engine.native.memory import buffer
 from headrace.spec.locate import ModelFiles
@@ -31,7 +30,6 @@ SMALLEST_BYTES = 16 << 20
 _MAGIC = b"HRPACK1\0"
 _HEAD = struct.Struct("<8s32sQQ")
 _PAYLOAD_AT = 4096
-_SAMPLES, _SAMPLE_BYTES = 64, 4096
 _ABANDONED_S = 3600.0
 
 
@@ -83,6 +81,8 @@ def read(path: Path, key: bytes, nbytes: int, pool: headrace_native.Pool) -> np.
 
 def write(path: Path, key: bytes, memory: np.ndarray, pool: headrace_native.Pool) -> None:
     """Store an entry and remove what it replaces. Not synced: a digest tells whether all of it reached the disk."""
+    import tempfile
+
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".packing.")
     try:
@@ -121,10 +121,5 @@ def _key(files: ModelFiles, arena: Arena) -> bytes:
     found = hashlib.sha256(arena.layout_digest())
     build = Path(headrace_native._native.__file__).stat()
     found.update(f"{build.st_size} {build.st_mtime_ns};".encode())
-    for path in files.weights:
-        about = path.stat()
-        found.update(f"{path.resolve()} {about.st_size} {about.st_mtime_ns} {about.st_ino};".encode())
-        with path.open("rb", buffering=0) as file:
-            for i in range(_SAMPLES):
-                found.update(os.pread(file.fileno(), _SAMPLE_BYTES, about.st_size * i // _SAMPLES))
+    found.update(identity(files.weights))
     return found.digest()
