@@ -1,6 +1,7 @@
 """Attention kernels alone on the 7B shape beside their floors, over several configurations.
 
-`kernels.py [decode] [cascade] [prefill] [short]`; every line is one shape, best configuration first.
+`kernels.py [decode] [cascade] [prefill] [short] [codes]`; every line is one shape, best configuration first. `codes` compares the
+KV formats: decode attention, a chunk over a long context, shared prefixes, gathering of cached keys for long prompts.
 """
 
 # ruff: noqa: B023 - every closure here is called within the iteration that made it
@@ -219,6 +220,127 @@ def short() -> None:
             found.append((round(graph_us(launch, 1, 9), 1), splits, stages))
     flops = 4 * H * D * (start * length + length * (length + 1) / 2)
     report(step="short", us=min(found)[0], TFLOPs=round(flops / min(found)[0] / 1e6), all=sorted(found))
+
+
+def coded_pool(name: str, tokens: int, layers: int):
+    """A pool of one KV format whose keys and values are like normal numbers."""
+    from headrace.engine.cuda.pool import KVPool
+    from headrace.spec.cache import CacheLayout
+    from headrace.spec.precision import kv_precision
+
+    nbytes = layers * BT * KV * kv_precision(name).token_bytes(D, D)
+    made = KVPool(CacheLayout((), layers, BT, KV, D, D, name, nbytes), tokens // BT, DEVICE)
+    for slot in range(layers):
+        kv, scales = made.layer(slot)
+        if name == "bf16":
+            kv.normal_()
+        elif name == "fp8":
+            kv.copy_(
+                torch.randn(*kv.shape[:-1], D, device=DEVICE, dtype=torch.bfloat16)
+                .to(torch.float8_e4m3fn)
+                .view(torch.int16)
+            )
+        else:
+            kv.random_(-(1 << 15), 1 << 15)
+            scales.fill_(0.01)
+    return made
+
+
+def codes() -> None:
+    from headrace.engine.kernels.blocks import gather_rows
+
+    formats = ("bf16", "fp8", "int8")
+    angles = torch.rand(20480, D, device=DEVICE)
+    kinds = ((32, 1, 4), (64, 2, 3), (64, 1, 3), (64, 1, 4), (64, 2, 4), (128, 2, 3), (128, 4, 3), (128, 4, 2))
+    width = 1281
+    good: dict[tuple, bool] = {}
+    for rows, context in ((1, 4096), (1, 16384), (8, 4096), (8, 16384), (64, 640), (64, 4096), (64, 16384), (256, 640)):
+        layers = max(2, min(32, (400 << 20) // (rows * context * KV * D * 4)))
+        blocks = context // BT
+        tables = torch.zeros(rows, width, dtype=torch.int32, device=DEVICE)
+        tables[:, :blocks] = torch.randperm(rows * blocks, device=DEVICE).int().view(rows, blocks)
+        qkv = torch.randn(rows, (H + 2 * KV) * D, device=DEVICE, dtype=torch.bfloat16)
+        out = torch.zeros(rows, H * D, device=DEVICE, dtype=torch.bfloat16)
+        slots, positions = ints(range(rows)), ints([context - 1] * rows)
+        work = DecodeWorkspace(rows, KV, H // KV, D, lambda n: 100, DEVICE)
+        fitting = sorted(
+            {min(100, max(1, -(-p * 132 // (rows * KV)))) for p in (1, 2, 4, 8)} | {1} if rows > 1 else {33, 66, 100}
+        )
+        pools = {name: coded_pool(name, rows * context, layers) for name in formats}
+
+        def run(name, config, count=layers):
+            block_n, warps, stages, splits = config
+            for slot in range(count):
+                kv, scales = pools[name].layer(slot)
+                decode_attention(
+                    qkv, out, kv, tables, slots, positions, work, H, scale=D**-0.5, scales=scales, cos_sin=angles, rope_dim=D,
+                    splits=splits, min_chunk=64 if rows == 1 else 128, block_n=block_n, num_warps=warps, stages=stages, pdl=True,
+                )  # fmt: skip
+
+        if not good:
+            todo = [(name, kind) for name in formats for kind in kinds]
+            good = dict(zip(todo, all_compile([lambda n=n, k=k: run(n, (*k, 2), 1) for n, k in todo]), strict=True))
+            torch.cuda.synchronize()
+        best = {}
+        for name in formats:
+            tried = [(*k, s) for k in kinds if good[name, k] for s in fitting]
+            timed = sorted((graph_us(lambda c=c, n=name: run(n, c), layers, 5), c) for c in tried)
+            nbytes = pools[name].nbytes / layers
+            best[name] = timed[0][0]
+            report(
+                step="codes-decode", kv=name, rows=rows, context=context, us=round(timed[0][0], 2), config=timed[0][1],
+                TBs=round(nbytes / timed[0][0] / 1e6, 2), to_bf16=round(timed[0][0] / best["bf16"], 3),
+                next=[(round(t, 2), c) for t, c in timed[1:6]],
+            )  # fmt: skip
+        pools.clear()
+    start, length = 16128, 256
+    chunks, tiles, offsets = ints([[0, start, length, 0]]), ints([[0, m] for m in range(192, -1, -64)]), ints([0])
+    qkv = torch.randn(length, (H + 2 * KV) * D, device=DEVICE, dtype=torch.bfloat16)
+    out = torch.zeros(length, H * D, device=DEVICE, dtype=torch.bfloat16)
+    gathered = torch.zeros(start, 2 * KV * D, device=DEVICE, dtype=torch.bfloat16)
+    work = PrefillWorkspace(8, 4, H, 64, D, DEVICE)
+    for name in formats:
+        pool = coded_pool(name, start + length, 2)
+        kv, scales = pool.layer(1)
+        tables = torch.randperm((start + length) // BT, device=DEVICE).int().view(1, -1)
+        found = []
+        for block_n, warps, stages in ((64, 4, 2), (64, 4, 3), (32, 4, 3), (64, 4, 4)):
+            launch = lambda b=block_n, w=warps, s=stages: prefill_attention(  # noqa: E731
+                qkv, out, kv, tables, chunks, tiles, H, scale=D**-0.5, scales=scales, block_m=64, block_n=b, num_warps=w,
+                stages=s, work=work,
+            )  # fmt: skip
+            launch()
+            found.append((round(graph_us(launch, 1, 9), 1), block_n, warps, stages))
+        gather = lambda: gather_rows(kv, tables, chunks, offsets, gathered, start, align=128, scales=scales)  # noqa: E731
+        gather()
+        report(step="codes-prompts", kv=name, short=sorted(found), gather_us=round(graph_us(gather, 1, 9), 1))
+    rows, shared, own = 64, 2048, 128
+    qkv = torch.randn(rows, (H + 2 * KV) * D, device=DEVICE, dtype=torch.bfloat16)
+    out = torch.zeros(rows, H * D, device=DEVICE, dtype=torch.bfloat16)
+    common = torch.randperm(shared // BT, device=DEVICE).int()
+    rest = (shared // BT + torch.randperm(rows * own // BT, device=DEVICE)).int().view(rows, -1)
+    tables = torch.cat([common.expand(rows, -1), rest], 1).contiguous()
+    slots, positions, firsts = ints(range(rows)), ints([shared + own - 1] * rows), ints([shared] * rows)
+    tiles = ints([[r, r + 16, shared] for r in range(0, rows, 16)])
+    work = DecodeWorkspace(rows, KV, H // KV, D, lambda n: 40, DEVICE)
+    for name in formats:
+        pool = coded_pool(name, shared + rows * own, 16)
+
+        def both(prefix, own_shape):
+            for slot in range(16):
+                kv, scales = pool.layer(slot)
+                decode_attention(
+                    qkv, out, kv, tables, slots, positions, work, H, scale=D**-0.5, scales=scales, cos_sin=angles, rope_dim=D,
+                    splits=2, min_chunk=1024, pdl=True, firsts=firsts, tiles=tiles, prefix_splits=4, prefix_chunk=64,
+                    prefix_block_n=prefix[0], prefix_warps=prefix[1], prefix_stages=prefix[2], block_n=own_shape[0],
+                    num_warps=own_shape[1], stages=own_shape[2],
+                )  # fmt: skip
+
+        tried = [(p, o) for p in ((64, 4, 3), (64, 4, 2), (128, 4, 2), (64, 8, 3)) for o in ((32, 1, 3), (64, 2, 3))]
+        fits = all_compile([lambda c=c: both(*c) for c in tried])
+        torch.cuda.synchronize()
+        timed = sorted((graph_us(lambda c=c: both(*c), 16, 5), c) for c, fit in zip(tried, fits, strict=True) if fit)
+        report(step="codes-cascade", kv=name, us=round(timed[0][0], 1), all=[(round(t, 1), c) for t, c in timed])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,185 @@
+"""The CUDA path with keys and values of 8 bits, on tiny random models: the loss is that of the torch backend with the same format,
+and batches, chunks, copies, shared prefixes, preemption and overlap change no answer beyond a step between two codes.
+
+Without a GPU the kernels run in Triton's interpreter, which is slow: one model, few tokens.
+"""
+
+from __future__ import annotations
+
+import random
+
+import kernel_device
+import numpy as np
+import pytest
+import torch
+from test_cuda_steps import test_shared_prefixes_are_found_and_change_nothing as shared_prefixes
+from test_models_logits import VOCAB, dense, random_schedule, reference, tiny_model
+from test_torch_executor import test_copied_blocks_continue_a_prefix_without_touching_it as copied_blocks
+from torch_steps import Engine
+
+from headrace.base.errors import InvalidInput
+from headrace.engine.executors.cuda import BACKEND
+from headrace.engine.executors.torch import BACKEND as TORCH
+from headrace.spec.config import EngineConfig
+from headrace.spec.locate import locate
+
+ON_GPU = kernel_device.ON_GPU
+CODED = ("fp8", "int8")
+LOSS = {"int8": 0.025, "fp8": 0.12}
+"""Largest mean difference of log-probabilities from transformers; as for the torch backend."""
+ROUNDED = {"fp8": 0.1, "int8": 0.02}
+"""Largest difference between two ways to the same tokens: sums in another order put a number here and there into the next code."""
+
+
+def engine(folder, kv: str, backend=BACKEND, weights: str = "fp32", **sizes) -> Engine:
+    options = sizes.pop("options", ())
+    config = EngineConfig(
+        model=str(folder), backend=backend.name, device="cuda" if ON_GPU and backend is BACKEND else "auto",
+        weights=weights, kv=kv, options=options,
+    )  # fmt: skip
+    files = locate(str(folder))
+    assert backend.unavailable(files, config) is None
+    return Engine(backend.load(files, config), **{"num_blocks": 80, "max_num_seqs": 8, "max_model_len": 96} | sizes)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("cuda"), "qwen2")
+
+
+@pytest.mark.parametrize("kv", CODED)
+@pytest.mark.parametrize(
+    "name", ["llama-tied-biased", "mistral-window", "qwen3", "gemma2", "gemma3"] if ON_GPU else ["gemma3"]
+)
+def test_any_schedule_equals_the_torch_backend_with_the_same_format(tmp_path, name, kv):
+    model, folder = tiny_model(tmp_path, name)
+    rng = random.Random(name)
+    given = [[rng.randrange(VOCAB) for _ in range(n)] for n in ((2, 9, 33, 64, 70) if ON_GPU else (2, 19))]
+    count = 10 if ON_GPU else 2
+    runs = engine(folder, kv)
+    items = {i.name: i for i in runs.model.memory()}
+    assert items["kv_pool"].predicted_bytes == items["kv_pool"].actual_bytes > 0
+    found = [runs.add(p, prompt_logprobs=VOCAB, logprobs=VOCAB) for p in given]
+    random_schedule(runs, found, random.Random(2), count)
+    runs.close()
+    whole = engine(folder, kv, TORCH)
+    for sequence in found:
+        assert not sequence.errors
+        tokens = sequence.tokens
+        same = whole.add(tokens, prompt_logprobs=VOCAB)
+        whole.generate([same], 1)
+        whole.remove(same)
+        ours = dense(sequence.prompt_logprobs + sequence.logprobs)
+        theirs = dense(same.prompt_logprobs)[: len(ours)]
+        apart = np.abs(ours[: len(theirs)] - theirs)
+        assert apart.max() < ROUNDED[kv]
+        assert apart.mean() < ROUNDED[kv] / 10
+        expected = reference(model, tokens).numpy()[: len(ours)]
+        assert 0 < np.abs(ours - expected[: len(ours)]).mean() < LOSS[kv]
+    whole.close()
+
+
+@pytest.mark.parametrize("kv", CODED)
+def test_shared_prefixes_change_nothing(qwen, kv, monkeypatch):
+    """The same scene as with plain keys and values; its answers are clear enough for codes."""
+    monkeypatch.setattr("test_cuda_steps.engine", lambda folder, **sizes: engine(folder, kv, **sizes))
+    shared_prefixes(qwen, monkeypatch)
+
+
+def test_int4_is_refused_by_name(qwen):
+    with pytest.raises(InvalidInput, match="kv 'int4'") as refusal:
+        engine(qwen[1], "int4")
+    assert refusal.value.field == "kv"
+    assert "fp8, int8" in refusal.value.remedy
+    assert BACKEND.formats().kv == ("bf16", "fp16", "fp32", "fp8", "int8")
+
+
+GPU = pytest.mark.skipif(not ON_GPU, reason="needs a GPU: too long in the interpreter, or graphs")
+
+
+def answers(runs: Engine, given, count: int, schedule=None, **rules):
+    sequences = [runs.add(p, prompt_logprobs=VOCAB, logprobs=VOCAB, **rules) for p in given]
+    if schedule is None:
+        runs.generate(sequences, count)
+    else:
+        schedule(runs, sequences)
+    for s in sequences:
+        assert not s.errors
+        runs.remove(s)
+    return sequences
+
+
+def assert_near(one, other, kv):
+    """Up to where two texts part, as they may at a near-tie, their log-probabilities agree."""
+    for a, b in zip(one, other, strict=True):
+        same = next(
+            (i for i, (x, y) in enumerate(zip(a.generated, b.generated, strict=False)) if x != y), len(a.generated)
+        )
+        ours, theirs = (dense(s.prompt_logprobs + s.logprobs[: same + 1]) for s in (a, b))
+        n = min(len(ours), len(theirs))
+        apart = np.abs(ours[:n] - theirs[:n])
+        assert apart.max() < ROUNDED[kv]
+        assert apart.mean() < ROUNDED[kv] / 10
+
+
+@GPU
+@pytest.mark.parametrize("kv", CODED)
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+def test_batch_mates_chunks_and_preemption_change_nothing(qwen, kv, weights, monkeypatch):
+    if weights == "bf16":  # products of other row counts round otherwise in 8 bits of mantissa
+        monkeypatch.setitem(ROUNDED, kv, 0.35)
+    rng = random.Random(5)
+    given = [[rng.randrange(VOCAB) for _ in range(n)] for n in (1, 5, 17, 40, 61, 66, 70)]
+    runs = engine(qwen[1], kv, weights=weights, num_blocks=200)
+    alone = [answers(runs, [p], 12)[0] for p in given]
+    assert_near(alone, answers(runs, given, 12), kv)
+    assert_near(alone, answers(runs, given, 12, lambda r, s: random_schedule(r, s, random.Random(1), 12)), kv)
+    for sequence in alone:  # preempted after six tokens: computed again with them, in chunks
+        again = runs.add(sequence.prompt, generated=sequence.generated[:6], prompt_logprobs=VOCAB)
+        runs.generate([again], 12, chunk=7)
+        runs.remove(again)
+        apart = np.abs(dense(again.prompt_logprobs) - dense(sequence.prompt_logprobs))
+        assert apart.max() < ROUNDED[kv]
+    runs.close()
+
+
+@GPU
+@pytest.mark.parametrize("kv", CODED)
+def test_copied_blocks_continue_a_prefix_without_touching_it(qwen, kv):
+    runs = engine(qwen[1], kv, max_model_len=128)
+    copied_blocks(runs)
+    runs.close()
+
+
+@GPU
+@pytest.mark.parametrize("kv", CODED)
+def test_graphs_change_nothing(qwen, kv):
+    rng = random.Random(6)
+    given = [[rng.randrange(VOCAB) for _ in range(n)] for n in (3, 5, 9, 40, 61)]
+    found = []
+    for graphs in ("0", "1"):
+        runs = engine(qwen[1], kv, weights="bf16", options=(("graphs", graphs),))
+        found.append([s.generated for s in answers(runs, given, 20)])
+        runs.close()
+    assert found[0] == found[1]
+
+
+@GPU
+@pytest.mark.parametrize("kv", CODED)
+def test_overlapped_steps_take_ids_that_the_host_has_not_seen(qwen, kv):
+    rng = random.Random(7)
+    given = [[rng.randrange(VOCAB) for _ in range(n)] for n in (3, 12, 30)]
+    runs = engine(qwen[1], kv)
+    expected = [s.generated for s in answers(runs, given, 8)]
+    sequences = [runs.add(p) for p in given]
+    handles = []
+    for _ in range(8):
+        work = [(s, s.known - s.computed) for s in sequences]
+        handles.append(runs.executor.submit(runs.plan(work)))
+        for s, count in work:
+            s.computed += count
+            s.generated.append(0)
+    results = [h.result() for h in handles]
+    assert [[r.rows[i].token_ids[0] for r in results] for i in range(3)] == expected
+    runs.close()
+    torch.cuda.synchronize()
