@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 import torch
 import triton
@@ -483,7 +484,7 @@ class Decoder:
         gained = Gained(h, self._squares[0], 1)
         seen, jobs = set(), []
         for i, layer in enumerate(self._spec.layers):
-            if (kind := (replace(layer.mixer, kv_source=None), layer.mlp)) in seen:
+            if (kind := (msgspec.structs.replace(layer.mixer, kv_source=None), layer.mlp)) in seen:
                 continue
             seen.add(kind)
             if step.decode_rows == rows and self.fused(rows) and not attention_only:
