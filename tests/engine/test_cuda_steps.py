@@ -143,6 +143,23 @@ def test_a_broken_row_fails_alone_and_slots_are_clean_afterwards(qwen):
     runs.close()
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3"])
+def test_every_kind_of_step_has_kernels_to_compile(tmp_path, name):
+    from headrace.engine.cuda.decoder import DeviceStep
+
+    _, folder = tiny_model(tmp_path, name)
+    runs = engine(folder)
+    decoder = runs.executor.runner._decoder
+    blank = torch.full((16,), -1, dtype=torch.int32, device=decoder.x.device)
+    alone = decoder.compile_jobs(DeviceStep(blank[:2], blank[:2], blank[:2], 2))
+    mixed = DeviceStep(blank[:4], blank[:4], blank[:4], 2, blank[:4].view(1, 4), blank[:2].view(1, 2), 64)
+    assert len(alone) > 3
+    # Of kinds of layers that differ in their window alone, each has kernels of its own.
+    kinds = len({layer.mixer for layer in locate(str(folder)).spec().layers})
+    assert len(decoder.compile_jobs(mixed, attention_only=True)) == 3 * kinds
+    runs.close()
+
+
 def test_shared_prefixes_are_found_and_change_nothing(qwen, monkeypatch):
     from headrace.engine.cuda import prefixes
 

@@ -147,6 +147,8 @@ class FlashInfer:
         blocks: int,
         graphs: bool,
     ) -> None:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self._package = importlib.import_module("flashinfer")
         self.version = str(self._package.__version__)
         self._kinds = kinds_of(spec, layout)
