@@ -24,6 +24,8 @@ from serve import ratio
 
 PROMPT = "Water boils at a lower temperature on a mountain because"
 MODEL = "smollm2-135m"
+# An installed package has its bytecode; where the shell says to write none, a checkout's would be compiled by every start.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 def commands(a: argparse.Namespace) -> dict[str, list[str]]:
@@ -44,7 +46,8 @@ def commands(a: argparse.Namespace) -> dict[str, list[str]]:
 def run(command: list[str]) -> dict[str, float]:
     """One process: seconds to the first visible byte of the answer and to the exit, CPU seconds, peak MB resident."""
     begin = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, stdin=subprocess.DEVNULL, env=ENVIRONMENT)
     assert process.stdout is not None
     first: float | None = None
     answer = b""

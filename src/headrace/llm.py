@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import time
-import uuid
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
@@ -178,7 +178,7 @@ class LLM:
             for token_id in getattr(params, name) or ():
                 if not 0 <= token_id < vocabulary:
                     raise InvalidInput(f"token id {token_id} is not in 0 … {vocabulary - 1}", field=name)
-        tag, now_s = uuid.uuid4().hex[:12], time.monotonic()
+        tag, now_s = os.urandom(6).hex(), time.monotonic()
         runs = []
         for p, prompt in enumerate(batch):
             where = f"prompts[{p}]" if several else "prompt"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _IMPORTED_S = time.monotonic()
 
@@ -21,3 +24,15 @@ def process_start_s() -> float:
         return time.monotonic() - (booted_to_now_s - ticks / os.sysconf("SC_CLK_TCK"))
     except (OSError, ValueError, IndexError, AttributeError):
         return _IMPORTED_S
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No garbage collection inside: a start makes things that stay, and the collector would walk them again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 from headrace.base.errors import InvalidInput
-from headrace.base.process import process_start_s
+from headrace.base.process import collector_paused, process_start_s
 from headrace.cli._declared import ENGINE, SAMPLING, ChatTemplateFile, Command, Option
 from headrace.control.params import SamplingParams
 from headrace.spec.config import EngineConfig
@@ -35,9 +35,11 @@ def generate(
         raise InvalidInput("is empty", field="prompt")
     if chat_template is not None and not chat:
         raise InvalidInput("has no meaning without --chat", field="chat_template")
-    from headrace.llm import LLM
+    with collector_paused():
+        from headrace.llm import LLM
 
-    with LLM.from_config(config, chat_template) as llm:
+        llm = LLM.from_config(config, chat_template)
+    with llm:
         inputs: list[Any] = (
             [llm.chat_prompt([{"role": "user", "content": p}]) for p in prompts] if chat else list(prompts)
         )

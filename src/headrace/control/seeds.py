@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import secrets
+import os
 
 
 def choice_seed(seed: int | None, choice: int) -> int:
@@ -12,6 +12,6 @@ def choice_seed(seed: int | None, choice: int) -> int:
     It does not depend on the prompt's place in a list, so a prompt is answered the same alone and in company.
     """
     if seed is None:
-        return secrets.randbits(63)
+        return int.from_bytes(os.urandom(8), "big") >> 1
     digest = hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

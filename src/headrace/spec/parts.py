@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +26,8 @@ def joined(package: str) -> Path | None:
     if target.is_file() and target.stat().st_size == size and target.stat().st_mtime >= newest:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
+    import tempfile
+
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".joining.")
     try:
         digest = hashlib.sha256()

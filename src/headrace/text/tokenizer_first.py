@@ -59,4 +59,5 @@ class FirstTextTokenizer(Tokenizer):
         spellings = self._vocabulary.spellings
         symbols = "\n".join("".join([spellings[id_] for id_ in encoding.ids]) for encoding in cut)
         ids = {text: id_ for text, id_ in self._vocabulary.ids.items() if text in symbols}
-        return make_backend(self._vocabulary, ids | self._symbols, self._vocabulary.merges(symbols))
+        ids |= self._symbols
+        return make_backend(self._vocabulary, ids, self._vocabulary.merges(ids.keys()))

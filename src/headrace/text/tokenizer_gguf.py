@@ -7,7 +7,7 @@ Two kinds are built: `gpt2` (byte-level BPE with its merges; `tokenizer.ggml.pre
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -110,20 +110,22 @@ class Vocabulary:
         found = [*self.roles.values(), *self.texts(_CONTROL), *self.texts(_USER_DEFINED), *BYTE_TOKENS]
         return {text: self.ids[text] for text in found if text in self.ids}
 
-    def merges(self, within: str | None = None) -> list[tuple[str, str]]:
-        """All merges, best first, or those whose result occurs in the text `within`."""
+    def merges(self, among: Collection[str] | None = None) -> list[tuple[str, str]]:
+        """All merges, best first, or those that make a token of `among` of two others."""
         lines: Sequence[str] | None = self.get("merges")
         if lines is None:
-            return self._implied(within)
-        if within is not None:
-            lines = [line for line in lines if line.replace(" ", "", 1) in within or line[:1] == " "]
+            return self._implied(among)
+        if among is not None:
+            cuts = ((text[:at], text[at:]) for text in among for at in range(1, len(text)))
+            made = {f"{left} {right}" for left, right in cuts if left in among and right in among}
+            lines = [line for line in lines if line in made]
         # A symbol may itself hold a space only at its first character, so the cut is the first space after that.
         merges = [(line[:cut], line[cut + 1 :]) for line in lines if (cut := line.find(" ", 1)) > 0]
         if len(merges) != len(lines):
             raise CorruptCheckpoint("a merge is not two symbols", field="tokenizer.ggml.merges")
         return merges
 
-    def _implied(self, within: str | None) -> list[tuple[str, str]]:
+    def _implied(self, among: Collection[str] | None) -> list[tuple[str, str]]:
         if self.model == "gpt2":
             raise CorruptCheckpoint("the file has no tokenizer.ggml.merges", field="tokenizer.ggml.merges")
         if self.gemma:  # its scores do not follow its merge order, the order of its vocabulary does
@@ -131,8 +133,8 @@ class Vocabulary:
         elif self.get("scores") is None:
             raise CorruptCheckpoint("neither merges nor scores are given", field="tokenizer.ggml.scores")
         else:
-            scores = self._per_token("scores", 0.0)
-        return implied_merges(self.spellings, scores, self._types.tolist(), within)
+            scores = np.asarray(self._per_token("scores", 0.0)).tolist()
+        return implied_merges(self.spellings, scores, self._types.tolist(), among)
 
     def eos_token_ids(self) -> list[int]:
         """EOS, then the end-of-turn tokens: those the file names, and the well-known ones that its template writes."""
@@ -152,15 +154,15 @@ class Vocabulary:
             )
         return value
 
-    def _per_token(self, name: str, default: Any) -> list[Any]:
-        values = self.get(name)
+    def _per_token(self, name: str, default: Any) -> Sequence[Any]:
+        values: Sequence[Any] | None = self.get(name)
         if values is None:
             return [default] * len(self.tokens)
         if len(values) != len(self.tokens):
             raise CorruptCheckpoint(
                 f"{len(values)} entries for {len(self.tokens)} tokens", field=f"tokenizer.ggml.{name}"
             )
-        return list(values.tolist() if hasattr(values, "tolist") else values)
+        return values
 
     def _id(self, name: str) -> int | None:
         id_ = self.get(f"{name}_token_id")
@@ -227,17 +229,17 @@ def _runs_of_spaces_respelled(tokens: Sequence[str]) -> list[str]:
 
 
 def implied_merges(
-    tokens: Sequence[str], scores: Sequence[float], types: Sequence[int], within: str | None = None
+    tokens: Sequence[str], scores: Sequence[float], types: Sequence[int], among: Collection[str] | None = None
 ) -> list[tuple[str, str]]:
     """The merge list of a SentencePiece BPE vocabulary: every cut of a piece into two pieces, best score first; of the pieces
-    that occur in the text `within`, where it is given.
+    in `among`, where it is given.
 
     Of the cuts of one piece the longer left part comes first; pieces of equal score keep the vocabulary's order. Control,
     byte and unknown tokens take no part.
     """
     written = [id_ for id_, kind in enumerate(types) if kind in (_NORMAL, _USER_DEFINED)]
-    if within is not None:
-        written = [id_ for id_ in written if tokens[id_] in within]
+    if among is not None:
+        written = [id_ for id_ in written if tokens[id_] in among]
     known = {tokens[id_] for id_ in written}
     written.sort(key=lambda id_: -scores[id_])
     merges: list[tuple[str, str]] = []
