@@ -11,6 +11,7 @@ import msgspec
 
 from headrace.base.files import write_atomic
 from headrace.plan.deployment import Deployment, Inputs
+from headrace.plan.neighbours import Run
 
 METRICS = ("ttft", "tpot", "throughput")
 EFFECTS = (*METRICS, "wave")
@@ -31,10 +32,11 @@ class Effects(msgspec.Struct, frozen=True):
 
 
 class Calibration(msgspec.Struct, frozen=True):
-    """One fit: parameters of the roofline by name, and offsets by group."""
+    """One fit: parameters of the roofline by name, offsets by group, and the measured runs of each campaign."""
 
     parameters: dict[str, float]
     effects: dict[str, Effects]
+    runs: dict[str, list[Run]] = {}
 
     def effect(self, groups: tuple[str, ...]) -> Effects:
         """Sum of the offsets of these groups; zero for groups never measured."""
@@ -74,9 +76,12 @@ class CalibrationSet(msgspec.Struct, frozen=True):
 
     `rows`: hashes of the inputs of every point used, with its family. Such a point is scored with the fold that left its
     family out, so that no score is ever taken on a row that the model saw. `families`: family|engine pairs that were measured.
+    Intervals: `near` for a load of a measured cell (a campaign at one tensor-parallel size), `seen` for another cell of a
+    measured family, engine and card, `unseen` for anything else.
     """
 
     main: Calibration
+    near: Tier
     seen: Tier
     unseen: Tier
     folds: dict[str, Fold]

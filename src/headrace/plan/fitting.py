@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from headrace.plan.calibration import (
@@ -40,6 +41,7 @@ from headrace.plan.costs.roofline import (
 )
 from headrace.plan.costs.work import Work
 from headrace.plan.deployment import resolve
+from headrace.plan.neighbours import LARGEST, NOISE, Run, campaign_name, likeness, position, shift
 from headrace.plan.points import Point
 from headrace.plan.workload import Traffic, traffic
 
@@ -53,10 +55,17 @@ PRIOR = {
     "generation": 0.2,
     "path": 0.8,
     "wave": 0.25,
-    "effect": 0.1,
-    "effect_wave": 0.01,
 }
-EFFECT_SCALE = {"ttft": 3.0, "tpot": 1.0, "throughput": 1.0}
+"""Prior standard deviations of the parameters, in logarithms."""
+
+OFFSET = {
+    "ttft": (0.09, 0.09, 0.09, 0.09, 0.45, 0.0),
+    "tpot": (0.1, 0.05, 0.03, 0.03, 0.2, 0.3),
+    "throughput": (0.1, 0.05, 0.03, 0.03, 0.2, 0.3),
+    "wave": (0.01,) * 6,
+}
+"""Prior standard deviations of the offsets, in the order of `group_names`. A campaign's deviation is put down to its build
+(and, for the speed of steps, its card) before its family, so that other families on the same build and card profit."""
 
 SKEWED = ("ttft", "throughput")
 """Metrics whose errors are long-tailed: fitted by relative error, which outliers below the prediction cannot dominate."""
@@ -87,6 +96,8 @@ class Table:
     key_of: Array
     groups: tuple[str, ...]
     group_of: tuple[Array, ...]
+    campaigns: tuple[str, ...]
+    positions: tuple[tuple[float, ...], ...]
     observed: dict[str, Array]
 
     def __len__(self) -> int:
@@ -126,6 +137,11 @@ def table(points: Sequence[Point]) -> Table:
         key_of=np.array([names.index(k) for k in keys]),
         groups=tuple(groups),
         group_of=tuple(np.array([groups.index(of[level]) for of in named]) for level in range(len(named[0]))),
+        campaigns=tuple(campaign_name(p.family, d) for p, d in zip(chosen, deployments, strict=True)),
+        positions=tuple(
+            position(d, x.loop.running + x.loop.waiting, d.inputs.isl or 1, d.inputs.osl or 1)
+            for d, x in zip(deployments, traffics, strict=True)
+        ),
         observed={
             "ttft": ttft,
             "tpot": tpot,
@@ -203,8 +219,10 @@ def fit(t: Table, mask: Mask, iterations: int = 40) -> Calibration:
     names = _names(t)
     base, groups = len(names), len(t.groups)
     spread = np.array([_spread(n) for n in names])
-    effect_spread = [PRIOR["effect"] * EFFECT_SCALE[m] for m in METRICS] + [PRIOR["effect_wave"]]
-    prior = np.concatenate([spread, np.repeat(effect_spread, groups)])
+    offsets = np.zeros((len(EFFECTS), groups))
+    for level, members in enumerate(t.group_of):
+        offsets[:, np.unique(members)] = [[OFFSET[which][level]] for which in EFFECTS]
+    prior = np.concatenate([spread, offsets.ravel()])
     observed = np.log(np.stack([t.observed[m] for m in METRICS]))
     seen = np.isfinite(observed) & mask
     sigma = np.array([SIGMA[m] for m in METRICS])[:, None]
@@ -282,7 +300,33 @@ def predict(t: Table, c: Calibration) -> dict[str, Array]:
     effects = np.array([[getattr(c.effects.get(g, none), which) for g in t.groups] for which in EFFECTS])
     total = _sum_groups(t, effects)
     logs = _logs(t, replace(e, wave=e.wave * np.exp(total[3]))) + total[:3]
+    for i, m in enumerate(METRICS):
+        logs[i] += [shift(c.runs.get(name, ()), at, m) for name, at in zip(t.campaigns, t.positions, strict=True)]
     return {m: np.exp(logs[i]) for i, m in enumerate(METRICS)}
+
+
+def with_runs(t: Table, c: Calibration, mask: Mask) -> Calibration:
+    """The calibration with the errors that it makes on the points of `mask`, as weights of measured runs."""
+    predicted = predict(t, c)
+    runs: dict[str, list[Run]] = {}
+    for name in sorted({t.campaigns[i] for i in np.flatnonzero(mask)}):
+        rows = [i for i in np.flatnonzero(mask) if t.campaigns[i] == name]
+        weights = {m: np.zeros(len(rows)) for m in METRICS}
+        for m in METRICS:
+            error = np.log(t.observed[m][rows] / predicted[m][rows])
+            seen = np.flatnonzero(np.isfinite(error))
+            at = [t.positions[rows[k]] for k in seen]
+            alike = np.array([[likeness(a, b) for b in at] for a in at]).reshape(len(at), len(at))
+            alike += NOISE * np.eye(len(at))
+            weights[m][seen] = np.linalg.solve(alike, np.clip(error[seen], -LARGEST, LARGEST))
+        runs[name] = [
+            Run(
+                tuple(round(x, 4) for x in t.positions[row]),
+                **{m: round(float(weights[m][k]), 5) for m in METRICS},
+            )
+            for k, row in enumerate(rows)
+        ]
+    return msgspec.structs.replace(c, runs=runs)
 
 
 def tier(t: Table, predicted: dict[str, Array], keep: Mask) -> Tier:
@@ -323,30 +367,43 @@ def _cross_validate(t: Table, folds: Array) -> tuple[dict[str, Array], dict[str,
     for name in sorted({str(f) for f in folds}):
         inside = folds == name
         models[name] = fit(t, ~inside)
-        out = predict(t, models[name])
+        out = predict(t, with_runs(t, models[name], ~inside))
         for m in METRICS:
             predicted[m][inside] = out[m][inside]
     return predicted, models
 
 
-def calibrate(points: Sequence[Point], cell_folds: int = 5) -> CalibrationSet:
+def _places(cells: Sequence[str], t: Table) -> tuple[list[int], Mask]:
+    """The place of each point among the loads of its cell, and whether it is the only one there."""
+    order = sorted(range(len(t)), key=lambda i: (cells[i], t.positions[i]))
+    place = [0] * len(t)
+    for before, i in zip([None, *order], order, strict=False):
+        place[i] = place[before] + 1 if before is not None and cells[before] == cells[i] else 0
+    return place, np.array([cells.count(c) == 1 for c in cells])
+
+
+def calibrate(points: Sequence[Point], cell_folds: int = 5, run_folds: int = 5) -> CalibrationSet:
     """The full calibration: the model from all points, one per left-out family, and the intervals.
 
     Tier `unseen` (a family without measurements on the engine) has its intervals from leaving out whole families; tier
-    `seen` from leaving out whole cells (a campaign at one tensor-parallel size).
+    `seen` from leaving out whole cells (a campaign at one tensor-parallel size); tier `near` from leaving out every
+    fifth run of a cell, in the order of its loads.
     """
     t = table(points)
     families = np.array([p.family for p in t.points])
     everything = np.ones(len(t), dtype=bool)
-    main = fit(t, everything)
+    main = with_runs(t, fit(t, everything), everything)
     by_family, models = _cross_validate(t, families)
     cells = [f"{t.groups[g]}|{tr.model.tp}" for g, tr in zip(t.group_of[0], t.traffics, strict=True)]
     number = {cell: str(i % cell_folds) for i, cell in enumerate(sorted(set(cells)))}
     by_cell, _ = _cross_validate(t, np.array([number[c] for c in cells]))
+    place, alone = _places(cells, t)
+    by_place, _ = _cross_validate(t, np.array([str(i % run_folds) for i in place]))
     unseen = tier(t, by_family, everything)
     folds = {family: Fold(model, tier(t, by_family, families != family)) for family, model in models.items()}
     return CalibrationSet(
         main=main,
+        near=tier(t, by_place, ~alone),
         seen=tier(t, by_cell, everything),
         unseen=unseen,
         folds=folds,

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import msgspec
 
-from headrace.plan.calibration import Band, Calibration, CalibrationSet, Tier, group_names, key_of, shipped
+from headrace.plan.calibration import METRICS, Band, Calibration, CalibrationSet, Tier, group_names, key_of, shipped
 from headrace.plan.closed_loop import closed_loop
 from headrace.plan.costs.roofline import Efficiency, efficiency, operators
 from headrace.plan.deployment import Deployment, Inputs, describe, resolve
 from headrace.plan.economics import usd_per_million
+from headrace.plan.neighbours import TP, campaign_name, position, shift
 from headrace.plan.workload import Traffic, traffic
 from headrace.spec.hardware import Gpu
 from headrace.spec.prediction import Figure, Grade, Prediction
@@ -56,12 +57,20 @@ def perf_deployment(d: Deployment, calibration: CalibrationSet | None = None) ->
     """`perf` for an already resolved deployment, with everything that was measured."""
     chosen = calibration or shipped()
     seen = f"{d.model.family}|{d.engine}" in chosen.families
-    measured = any(f"{d.model.family}|{d.engine}|{d.gpu.id}" == g for g in chosen.main.effects)
     generations = {name.split(".")[1] for name in chosen.main.parameters if name.startswith("generation.")} | {"hopper"}
     grade: Grade = "fitted" if d.gpu.generation in generations else "guess"
     if d.engine not in {name.split("|")[1] for name in chosen.families}:
         grade = "guess"
-    return predict(d, chosen.main, chosen.seen if seen and measured else chosen.unseen, grade)
+    return predict(d, chosen.main, _tier(d, chosen) if seen else chosen.unseen, grade)
+
+
+def _tier(d: Deployment, c: CalibrationSet) -> Tier:
+    """Intervals by what was measured of a known family on this engine: a run of this very cell, something on this card, or neither."""
+    if not any(name.startswith(f"{d.model.family}|{d.engine}|{d.gpu.id}|") for name in c.main.runs):
+        return c.unseen
+    here = math.log(d.layout.tp)
+    cell = [r for r in c.main.runs.get(campaign_name(d.model.family, d), ()) if abs(r.position[TP] - here) < 1e-3]
+    return Tier(**{m: getattr(c.near if any(getattr(r, m) for r in cell) else c.seen, m) for m in METRICS})
 
 
 def engine_efficiency(d: Deployment, c: Calibration) -> tuple[Efficiency, tuple[str, ...]]:
@@ -83,11 +92,19 @@ def predict(d: Deployment, c: Calibration, tier: Tier, grade: Grade) -> Performa
     per_gpu = t.running * t.loop.osl / times.cycle_s / d.layout.ranks
     if grade == "guess":
         tier = _widen(tier, 1.5)
-    ttft = _figure(times.ttft_s * 1e3 * math.exp(effect.ttft), tier.ttft, grade)
-    tpot = _figure(times.tpot_s * 1e3 * math.exp(effect.tpot), tier.tpot, grade)
-    rate = _figure(per_gpu * math.exp(effect.throughput), tier.throughput, grade)
+    runs = c.runs.get(campaign_name(d.model.family, d), [])
+    at = position(d, t.running + t.waiting, d.inputs.isl or 1, d.inputs.osl or 1)
+    near = {m: shift(runs, at, m) for m in METRICS}
+    ttft = _figure(times.ttft_s * 1e3 * math.exp(effect.ttft + near["ttft"]), tier.ttft, grade)
+    tpot = _figure(times.tpot_s * 1e3 * math.exp(effect.tpot + near["tpot"]), tier.tpot, grade)
+    rate = _figure(per_gpu * math.exp(effect.throughput + near["throughput"]), tier.throughput, grade)
     total = Figure(rate.value * d.inputs.n_gpus, rate.low * d.inputs.n_gpus, rate.high * d.inputs.n_gpus, grade)
     notes = [*d.notes, *t.notes, *assumed]
+    if runs:
+        notes.append(
+            f"{len(runs)} runs of this model, engine build and card were measured; what the formulas miss on them moves the "
+            f"time to first token by {math.expm1(near['ttft']):+.0%}, time per token by {math.expm1(near['tpot']):+.0%}"
+        )
     price = d.gpu.price(d.inputs.gpu_price_usd_h)
     if (warning := d.gpu.price_warning()) is not None and d.inputs.gpu_price_usd_h is None:
         notes.append(warning)
