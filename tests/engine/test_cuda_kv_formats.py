@@ -39,7 +39,10 @@ def engine(folder, kv: str, backend=BACKEND, weights: str = "fp32", **sizes) -> 
     )  # fmt: skip
     files = locate(str(folder))
     assert backend.unavailable(files, config) is None
-    return Engine(backend.load(files, config), **{"num_blocks": 80, "max_num_seqs": 8, "max_model_len": 96} | sizes)
+    return Engine(
+        backend.load(files, config),
+        **{"num_blocks": 400 if ON_GPU else 80, "max_num_seqs": 8, "max_model_len": 96} | sizes,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +132,8 @@ def test_batch_mates_chunks_and_preemption_change_nothing(qwen, kv, weights, mon
     if weights == "bf16":  # products of other row counts round otherwise in 8 bits of mantissa
         monkeypatch.setitem(ROUNDED, kv, 0.35)
     rng = random.Random(5)
-    given = [[rng.randrange(VOCAB) for _ in range(n)] for n in (1, 5, 17, 40, 61, 66, 70)]
-    runs = engine(qwen[1], kv, weights=weights, num_blocks=200)
+    given = [[rng.randrange(VOCAB) for _ in range(n)] for n in (2, 5, 17, 40, 61, 66, 70)]
+    runs = engine(qwen[1], kv, weights=weights)
     alone = [answers(runs, [p], 12)[0] for p in given]
     assert_near(alone, answers(runs, given, 12), kv)
     assert_near(alone, answers(runs, given, 12, lambda r, s: random_schedule(r, s, random.Random(1), 12)), kv)
@@ -158,10 +161,10 @@ def test_graphs_change_nothing(qwen, kv):
     given = [[rng.randrange(VOCAB) for _ in range(n)] for n in (3, 5, 9, 40, 61)]
     found = []
     for graphs in ("0", "1"):
-        runs = engine(qwen[1], kv, weights="bf16", options=(("graphs", graphs),))
-        found.append([s.generated for s in answers(runs, given, 20)])
+        runs = engine(qwen[1], kv, options=(("graphs", graphs),))
+        found.append(answers(runs, given, 20))
         runs.close()
-    assert found[0] == found[1]
+    assert_near(*found, kv)  # products of padded and unpadded rows are rounded otherwise
 
 
 @GPU
