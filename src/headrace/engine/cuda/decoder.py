@@ -29,6 +29,8 @@ from headrace.spec.model import Attention, ModelSpec, Rope
 
 PREFIX_SPLITS = 4
 PREFIX_SHAPE = {"prefix_block_n": 64, "prefix_warps": 4, "prefix_stages": 3, "prefix_chunk": 64}
+CODED_PREFIX_SHAPE = {"prefix_block_n": 128, "prefix_warps": 4, "prefix_stages": 2, "prefix_chunk": 64}
+"""The same for keys and values of 8 bits."""
 PREFIX_ROTATES = True
 """Whether shared-prefix attention rotates queries itself instead of a kernel before it."""
 OWN_SPLITS = 2
@@ -449,7 +451,7 @@ class Decoder:
             given = {"cos_sin": turn, "rope_dim": rope_dim, **norms} if alone else {}
             if cascade:
                 given |= {"firsts": step.firsts, "tiles": step.prefix_tiles, "prefix_splits": PREFIX_SPLITS}
-                given |= PREFIX_SHAPE
+                given |= CODED_PREFIX_SHAPE if kv.dtype == torch.int16 else PREFIX_SHAPE
                 given |= {"splits": OWN_SPLITS, "min_chunk": 1024, **OWN_SHAPE}
             else:
                 given |= {"splits": self.splits(n), "min_chunk": self.min_chunk(n), **self._decode_shape(n)}
