@@ -13,24 +13,31 @@ import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import torch
 
 from headrace.base.files import write_atomic
 from headrace.engine.cuda.decoder import product
+from headrace.engine.cuda.products import Products
+from headrace.engine.cuda.repack import repacked
 from headrace.engine.kernels.decode import DecodeWorkspace, decode_attention
 from headrace.engine.kernels.gemm import MAX_ROWS, PART_ROWS, Gained, GemmConfig, GemmWorkspace, skinny_gemm
 from headrace.engine.kernels.launchers import separate_launchers
+from headrace.engine.kernels.quantized import QuantMatrix, quantized_gemm
 from headrace.engine.kernels.table import (
     DECODE_BUCKETS,
+    STREAMED_AS,
+    GemmTable,
     decode_key,
     entry_of,
     file_name,
     key,
     user_folder,
 )
+from headrace.engine.kernels.unpack import NF4_CODES
+from headrace.engine.quant.formats import Format
 from headrace.spec.model import ModelSpec
 
 _COPIES_BYTES = 400 << 20
@@ -111,6 +118,128 @@ def candidates(bucket: int, shape: Shape, sms: int, *, tma: bool) -> Iterator[Ge
         if split * bucket > PART_ROWS or registers > 128:
             continue
         yield GemmConfig(block_n, block_k, split, warps, stages, tma=True)
+
+
+def quantized_candidates(bucket: int, shape: Shape, w: QuantMatrix, sms: int) -> Iterator[GemmConfig]:
+    """The same for quantized weights, whose unpacking takes many warps; those of 4 bits are unpacked by at most two together."""
+    least = max(w.group, 2 * w.chunk_bytes) if w.kind <= NF4_CODES.value else max(w.group, 64)
+    shapes = [(16, 1), (32, 2), (64, 2)] if bucket <= 32 else [(32, 2), (64, 2), (128, 2)]
+    if w.kind > NF4_CODES.value and bucket >= 64:
+        shapes += [(64, 4), (128, 8)]
+    for (block_n, warps), block_k, split, stages in itertools.product(
+        shapes, (128, 256) if bucket <= 32 else (128,), (1, 2, 4, 8), (3, 4, 6) if bucket <= 32 else (2, 3, 4)
+    ):
+        programs = shape.columns // block_n * split
+        shared = (w.nbytes * block_n * block_k // (len(w) * w.shape[1]) + bucket * block_k * 2) * (stages - 1)
+        if shape.inner % (block_k * split) or shape.columns % block_n or block_k % least or shared > 200_000:
+            continue
+        on_card = min(programs / sms, 220_000 // max(shared, 1), 64 // warps)
+        registers = bucket * block_n // (32 * warps) * (2 if w.group else 1)
+        if split * bucket > PART_ROWS or registers > 160 or programs < sms or programs > 48 * sms:
+            continue
+        if bucket <= 32 and (on_card * warps < 5 or on_card * shared < 24_000):
+            continue
+        yield GemmConfig(block_n, block_k, split, warps, stages, rows=bucket)
+
+
+def measure_quantized(
+    wanted: list[Shape],
+    form: Format,
+    device: torch.device,
+    report: Callable[[str], None],
+    *,
+    buckets: Sequence[int] = (8, 16, 32, 64),
+    dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, dict[str, int] | None]:
+    """The table's entries for products with weights of a format, the head left out, which stays as it is."""
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    entries: dict[str, dict[str, int] | None] = {}
+    products = [s for s in wanted if s.role != "head"]
+    benches = {s: QuantizedBench(s, form, dtype, device) for s in products}
+    work = {
+        (b, s): list(quantized_candidates(b, s, benches[s].weights[0], sms)) for b in buckets for s in products
+    }  # fmt: skip
+    jobs = [(pair, config) for pair, found in work.items() for config in found]
+
+    def fits(job: tuple[tuple[int, Shape], GemmConfig]) -> bool:
+        (bucket, shape), config = job
+        return benches[shape].fits(1 if bucket == buckets[0] else bucket, config)
+
+    with ThreadPoolExecutor(14 if separate_launchers() else 1) as threads:
+        good = {job for job, fine in zip(jobs, threads.map(fits, jobs), strict=True) if fine}
+    torch.cuda.synchronize(device)
+    for bucket, shape in work:
+        rows, bench = (1 if bucket == buckets[0] else bucket), benches[shape]
+        tried = [c for c in work[bucket, shape] if ((bucket, shape), c) in good]
+        timed = sorted(
+            (graph_us(lambda c=c, b=bench: b.run(rows, c), len(bench.weights), 3), i) for i, c in enumerate(tried)
+        )
+        other = graph_us(lambda b=bench: b.otherwise(rows), len(bench.weights), 3)
+        best = timed[0][0] if timed else float("inf")
+        report(
+            f"{form.name} {bucket:3d} {shape.role:5s} {shape.columns}x{shape.inner}: {best:.1f} us "
+            f"({bench.weights[0].nbytes / best / 1e6:.2f} TB/s) {tried[timed[0][1]] if timed else 'no candidate fits'}; "
+            f"without streaming {other:.1f} us; next {[(round(t, 1), astuple(tried[i])[:5]) for t, i in timed[1:4]]}"
+        )
+        name = key(bucket, shape.columns, shape.inner, pair=shape.pair, form=STREAMED_AS.get(form.name, form.name))
+        entries[name] = entry_of(tried[timed[0][1]]) if timed and best < other + _SEPARATE_KERNEL_US else None
+    return entries
+
+
+class QuantizedBench:
+    """Measures one product with weights of a format."""
+
+    def __init__(self, shape: Shape, form: Format, dtype: torch.dtype, device: torch.device) -> None:
+        width = shape.columns * (2 if shape.pair else 1)
+        first = repacked([form.quantize(torch.randn(width, shape.inner, device=device) * 0.02)])
+        copies = max(2, min(24, _COPIES_BYTES // 2 // first.nbytes))
+        again = [replace(first, codes=first.codes.clone(), scales=first.scales.clone()) for _ in range(copies - 1)]
+        self.shape, self.weights, self._device, self._dtype = shape, [first, *again], device, dtype
+        self.work = GemmWorkspace(PART_ROWS * width, width // 16 + 1, device)
+        self.pdl = torch.cuda.get_device_capability(device) >= (9, 0)
+        self.squares = torch.ones(shape.columns // 16 + 64, MAX_ROWS.value, dtype=torch.float32, device=device)
+        self.norm = torch.ones(shape.columns, dtype=dtype, device=device)
+        table = GemmTable("", 1)
+        self.products = Products(
+            [first],
+            table,
+            self.work,
+            512,
+            dtype,
+            device,
+            capability=torch.cuda.get_device_capability(device),
+            pdl=False,
+        )
+        self.products.config = lambda *_, **__: None  # what is measured beside streaming
+
+    def run(self, rows: int, config: GemmConfig, copies: int | None = None) -> None:
+        s = self.shape
+        x = torch.empty(rows, s.inner, dtype=self._dtype, device=self._device)
+        out = torch.empty(rows, s.columns, dtype=self._dtype, device=self._device)
+        gained = Gained(torch.empty_like(out), self.squares) if s.residual else None
+        for w in self.weights[:copies]:
+            quantized_gemm(
+                Gained(x, self.squares, 64) if s.norm else x, w, out, self.work, config, eps=1e-5,
+                residual=out if s.residual else None, scale=1e-3, pair="silu" if s.pair else None,
+                gain=self.norm if s.residual else None, gained=gained, pdl=self.pdl,
+            )  # fmt: skip
+
+    def fits(self, rows: int, config: GemmConfig) -> bool:
+        from triton.runtime.errors import OutOfResources
+
+        torch.cuda.set_device(self._device)
+        try:
+            self.run(rows, config, 1)
+        except OutOfResources:
+            return False
+        return True
+
+    def otherwise(self, rows: int) -> None:
+        """Without streaming codes; activation and norms left out."""
+        x = torch.zeros(rows, self.shape.inner, dtype=self._dtype, device=self._device)
+        out = torch.empty(rows, len(self.weights[0]), dtype=self._dtype, device=self._device)
+        for w in self.weights:
+            self.products.linear(x, w, None, out)
 
 
 def graph_us(launch: Callable[[], None], launches: int, repeats: int = 7) -> float:

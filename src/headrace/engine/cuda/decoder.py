@@ -13,6 +13,7 @@ import triton
 from headrace.engine.backend import Limits
 from headrace.engine.cuda.flashinfer import FlashInfer, Planned
 from headrace.engine.cuda.pool import KVPool
+from headrace.engine.cuda.products import Matrix, Products
 from headrace.engine.cuda.weights import DecoderWeights, LayerWeights
 from headrace.engine.frequencies import frequencies
 from headrace.engine.kernels.activation import activate
@@ -22,6 +23,7 @@ from headrace.engine.kernels.embed import embed
 from headrace.engine.kernels.gemm import MAX_ROWS, PART_ROWS, Gained, GemmConfig, GemmWorkspace, skinny_gemm
 from headrace.engine.kernels.norm import add_norm
 from headrace.engine.kernels.prefill import HOPPER_TILE, PrefillWorkspace, prefill_attention
+from headrace.engine.kernels.quantized import quantized_gemm
 from headrace.engine.kernels.rope import rope_cache
 from headrace.engine.kernels.table import GemmTable
 from headrace.spec.cache import CacheLayout
@@ -150,6 +152,9 @@ class Decoder:
             self._gathered = empty(self.gathered_rows, 2 * layout.num_kv_heads * layout.head_dim)
         widest = max(max(len(w.qkv), len(w.up), hidden) for w in weights.layers)
         self._gemm = GemmWorkspace(PART_ROWS * max(widest, 1), max(widest, spec.vocab_size) // 16 + 1, device)
+        self._products = Products(
+            weights.matrices(), table, self._gemm, self.tokens, dtype, device, capability=capability, pdl=pdl
+        )
         self._squares = torch.empty(2, triton.cdiv(hidden, 16), MAX_ROWS.value, dtype=torch.float32, device=device)
         # Fused products need the plain pre-norm block.
         self._fusable = all(layer.num_norms == 2 and layer.mlp.gated for layer in spec.layers)
@@ -176,6 +181,7 @@ class Decoder:
             self._work.nbytes
             + self._prefill_work.nbytes
             + self._gemm.nbytes
+            + self._products.nbytes
             + turns
             + self.tables.nbytes
             + self.last_ids.nbytes
@@ -202,19 +208,17 @@ class Decoder:
 
     def fused(self, rows: int) -> bool:
         """Whether a step of so many rows takes the fused products."""
-        if not self._fusable:
-            return False
-        w = self._weights.layers[0]
-        return all(
-            self._table.config(rows, columns, inner, pair=pair) is not None for columns, inner, pair in self._shapes(w)
-        )
+        return self._fusable and None not in self._fused_configs(rows)
+
+    def _fused_configs(self, rows: int) -> list[GemmConfig | None]:
+        w, config = self._weights.layers[0], self._products.config
+        return [config(rows, w.qkv), config(rows, w.out), config(rows, w.up, pair=True), config(rows, w.down)]
 
     def kernels_of(self, rows: int) -> tuple[object, ...]:
         """What tells the kernels of decode steps of so many rows from those of other sizes."""
         products: list[object] = []
         if self.fused(rows):
-            shapes = self._shapes(self._weights.layers[0])
-            products = [self._table.config(rows, n, k, pair=pair) for n, k, pair in shapes]
+            products = list(self._fused_configs(rows))
         return (*products, self._head_config(rows), *self._decode_shape(rows).values())
 
     def greedy_pdl(self, rows: int, step: DeviceStep) -> bool:
@@ -222,10 +226,6 @@ class Decoder:
         spec = self._spec
         plain = spec.logit_scale == 1.0 and spec.logit_softcap is None
         return self._pdl and plain and self.fused(rows) and self._head_config(rows) is not None and step.picked is None
-
-    def _shapes(self, w: LayerWeights) -> list[tuple[int, int, bool]]:
-        (qkv, hidden), (_, attended), (up, _) = w.qkv.shape, w.out.shape, w.up.shape
-        return [(qkv, hidden, False), (hidden, attended, False), (up // 2, hidden, True), (hidden, up // 2, False)]
 
     def run(self, step: DeviceStep, bad_rows: torch.Tensor | None = None, *, head: bool = True) -> torch.Tensor | None:
         """Compute a step: keys and values into the pool, and fp32 logits of the picked rows, in a persistent buffer.
@@ -304,14 +304,19 @@ class Decoder:
     def _cut(self, offset: int, rows: int, width: int) -> torch.Tensor:
         return self._wide[offset : offset + rows * width].view(rows, width)
 
-    def _linear(self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        if bias is None:
+    def _linear(self, x: torch.Tensor, w: Matrix, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        if not isinstance(w, torch.Tensor):
+            self._products.linear(x, w, bias, out)
+        elif bias is None:
             torch.mm(x, w.t(), out=out)
         else:
             torch.addmm(bias, x, w.t(), out=out)
 
-    def _added(self, x: torch.Tensor, y: torch.Tensor, w: torch.Tensor, scale: float) -> None:
+    def _added(self, x: torch.Tensor, y: torch.Tensor, w: Matrix, scale: float) -> None:
         """x += scale * y w', the sum rounded once."""
+        if not isinstance(w, torch.Tensor):
+            self._products.added(x, y, w, scale)
+            return
         torch.addmm(x, y, w.t(), alpha=scale, out=x)
 
     def _fused_layer(self, i: int, x: torch.Tensor, gained: Gained, step: DeviceStep) -> None:
@@ -332,14 +337,13 @@ class Decoder:
         qkv = self._cut(0, rows, self._qkv_width(a))
         attended = self._cut(qkv.numel(), rows, a.num_heads * a.head_dim)
         activated = self._cut(0, rows, width)
-        config = self._table.config
+        config = self._products.config
         eps, pdl, scale = self._eps, self._pdl, self._spec.residual_scale
 
         def gemm(x, weight, out, *, pair: bool = False, **more) -> None:
-            columns = len(weight) // (2 if pair else 1)
-            skinny_gemm(
-                x, weight, out, self._gemm, config(rows, columns, weight.shape[1], pair=pair), pdl=pdl,
-                pair=kind if pair else None, **more,
+            multiply = skinny_gemm if isinstance(weight, torch.Tensor) else quantized_gemm
+            multiply(
+                x, weight, out, self._gemm, config(rows, weight, pair=pair), pdl=pdl, pair=kind if pair else None, **more
             )  # fmt: skip
 
         between = Gained(gained.values, self._squares[1])
@@ -366,7 +370,7 @@ class Decoder:
         add_norm(x, pending, w.attn_norm, h, self._eps, post_weight=post, scale=scale, pdl=self._pdl)
         self._linear(h, w.qkv, w.qkv_bias, qkv)
         self._attend(i, a, w, qkv, attended, step, pdl=self._pdl)
-        if added and w.post_attn_norm is None and w.out_bias is None:
+        if added and w.post_attn_norm is None and w.out_bias is None and self._products.adds(w.out, rows):
             self._added(x, attended, w.out, scale)
             add_norm(x, None, w.mlp_norm, h, self._eps, pdl=self._pdl)
         else:
@@ -374,7 +378,7 @@ class Decoder:
             add_norm(x, h, w.mlp_norm, h, self._eps, post_weight=w.post_attn_norm, scale=scale, pdl=self._pdl)
         self._linear(h, w.up, w.up_bias, up)
         activate(up, activated, mlp.activation, gated=mlp.gated, pdl=self._pdl)
-        if added and w.post_mlp_norm is None and w.down_bias is None:
+        if added and w.post_mlp_norm is None and w.down_bias is None and self._products.adds(w.down, rows):
             self._added(x, activated, w.down, scale)
             return None, None
         self._linear(activated, w.down, w.down_bias, h)
@@ -518,6 +522,13 @@ class Decoder:
             return jobs
         w, mlp = weights.layers[0], self._spec.layers[0].mlp
         up = self._cut(0, rows, len(w.up))
+        for matrix in (w.qkv, w.out, w.up, w.down):
+            if not isinstance(matrix, torch.Tensor):
+                source, target = (
+                    self._cut(0, rows, matrix.shape[1]),
+                    self._cut(rows * matrix.shape[1], rows, len(matrix)),
+                )
+                jobs.append(lambda s=source, m=matrix, t=target: self._linear(s, m, None, t))
         bad, pdl = torch.zeros(rows, dtype=torch.int32, device=x.device), self._pdl
         jobs += [
             lambda: embed(step.ids, step.slots, self.last_ids, weights.embedding, x, 1.0, pdl=pdl),

@@ -18,14 +18,20 @@ from headrace.engine.backend import Formats, Limits, LogitsWatch
 from headrace.engine.cuda import flashinfer
 from headrace.engine.cuda.decoder import Decoder
 from headrace.engine.cuda.pool import FORMATS as KV_FORMATS
+from headrace.engine.cuda.products import buffer_bytes
 from headrace.engine.cuda.runner import CudaStep, Runner
 from headrace.engine.cuda.upload import Uploader
-from headrace.engine.cuda.weights import DecoderWeights, load_weights
+from headrace.engine.cuda.weights import DecoderWeights, Quantized, load_weights
 from headrace.engine.grammars import Grammars
 from headrace.engine.kernels.table import GemmTable
 from headrace.engine.models import MODELS
+from headrace.engine.quant.formats import Format
+from headrace.engine.quant.formats import names as format_names
+from headrace.engine.quant.loading import bytes_predicted, policy_of, wanted_format
 from headrace.engine.weights.checkpoint import Checkpoint
 from headrace.engine.weights.open import open_weights
+from headrace.engine.weights.quantized import QuantizedSource
+from headrace.engine.weights.source import TensorSource
 from headrace.spec.accounting import activation_bytes, weight_bytes
 from headrace.spec.cache import CacheLayout
 from headrace.spec.config import EngineConfig
@@ -36,14 +42,14 @@ from headrace.text.grammar import GrammarTokens
 log = logging.getLogger("headrace.engine")
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_OPTIONS = ("graphs", "pdl")
+_OPTIONS = ("graphs", "pdl", "activations")
 RESERVE_BYTES = 768 * MIB
 """Kept free beside the pool for captured graphs, cuBLAS, compiled kernels and the rows of log-probabilities."""
 
 
 def offered() -> Formats:
     """Weights and KV that this backend computes with."""
-    return Formats(tuple(_DTYPES), KV_FORMATS)
+    return Formats((*_DTYPES, *format_names()), KV_FORMATS)
 
 
 def load(files: ModelFiles, config: EngineConfig) -> CudaModel:
@@ -55,8 +61,11 @@ def load(files: ModelFiles, config: EngineConfig) -> CudaModel:
             raise InvalidInput(
                 f"the cuda backend has no option {name!r}", field="options", remedy="known: " + ", ".join(_OPTIONS)
             )
-    weights = _chosen("weights", config.weights, "bf16", _DTYPES)
-    kv = _chosen("kv", config.kv, weights, KV_FORMATS)
+    spec = files.spec()
+    source = open_weights(files, config)
+    form = wanted_format(config.weights, source, spec, tuple(_DTYPES), "cuda")
+    computed = _computed(config, form)
+    kv = _chosen("kv", config.kv, computed, KV_FORMATS)
     if config.attention not in ("auto", "triton", "flashinfer"):
         raise InvalidInput(
             f"the cuda backend has no attention {config.attention!r}",
@@ -68,18 +77,26 @@ def load(files: ModelFiles, config: EngineConfig) -> CudaModel:
         device = torch.device("cuda:0" if config.device in ("auto", "cuda") else config.device)
         torch.cuda.set_device(device)
     free = torch.cuda.mem_get_info(device) if device.type == "cuda" else (2 << 30, 2 << 30)
-    spec = files.spec()
-    if config.attention == "flashinfer" and (reason := flashinfer.unfit(spec, weights, kv, device)) is not None:
+    if config.attention == "flashinfer" and (reason := flashinfer.unfit(spec, computed, kv, device)) is not None:
         raise InvalidInput(
             f"attention flashinfer cannot be used: {reason}", field="attention", remedy="choose triton or auto"
         )
     architecture = MODELS.get(spec.model_type)
     dummy = config.load_format == "dummy"
     names = architecture.gguf if files.kind == "gguf" and not dummy else architecture.hf
-    checkpoint = Checkpoint(open_weights(files, config))
-    loaded, uploader = load_weights(spec, names, checkpoint, _DTYPES[weights], device, config.seed if dummy else None)
+    seed = config.seed if dummy else None
+    loaded, uploader, quantized = load_weights(
+        spec, names, Checkpoint(source), _DTYPES[computed], device, seed, form, policy_of(source)
+    )  # fmt: skip
     log.info("weights allocated and on their way after %.2f s", time.perf_counter() - begin)
-    return CudaModel(files, spec, loaded, uploader, weights, kv, device, free, options, config.attention)
+    weights = computed if form is None else form.name
+    predicted = weight_bytes(spec, computed).total
+    if form is not None:
+        predicted = bytes_predicted(spec, form, computed, quantized.plain, quantized.matrices)
+    return CudaModel(
+        files, spec, loaded, uploader, weights, computed, predicted, _notes(source, form, computed, quantized), kv, device,
+        free, options, config.attention,
+    )  # fmt: skip
 
 
 class CudaModel:
@@ -92,6 +109,9 @@ class CudaModel:
         weights: DecoderWeights,
         uploader: Uploader,
         weights_precision: str,
+        computed: str,
+        predicted_bytes: int,
+        notes: list[str],
         kv_precision: str,
         device: torch.device,
         memory: tuple[int, int],
@@ -110,17 +130,17 @@ class CudaModel:
         self._free_before, self._total = memory
         self._graphs = options.get("graphs", "1") not in ("0", "false") and device.type == "cuda"
         self._pdl = options.get("pdl", "1") not in ("0", "false")
-        self._memory = [MemoryItem("weights", weight_bytes(spec, weights_precision).total, weights.nbytes)]
-        self._notes: list[str] = []
+        self._computed = computed
+        self._memory = [MemoryItem("weights", predicted_bytes, weights.nbytes)]
+        self._notes = notes
 
     def kv_budget_bytes(self, memory_fraction: float, max_num_seqs: int, max_batched_tokens: int) -> int:
         """`memory_fraction` of the card, less what others hold, the weights, the step's buffers and a reserve."""
         others = self._total - self._free_before
-        activations = activation_bytes(
-            self.spec, max_batched_tokens, max_num_seqs, activation_precision=self.weights_precision
-        )
+        activations = activation_bytes(self.spec, max_batched_tokens, max_num_seqs, activation_precision=self._computed)
         logits = 2 * 4 * max_num_seqs * self.spec.vocab_size
         taken = others + self._weights.nbytes + activations + logits + RESERVE_BYTES
+        taken += buffer_bytes(self._weights.matrices(), max_batched_tokens, _DTYPES[self._computed])
         if self._attention == "flashinfer":
             sms = torch.cuda.get_device_properties(self._device).multi_processor_count
             taken += flashinfer.workspace_bytes(self.spec, max_num_seqs, sms)
@@ -129,6 +149,13 @@ class CudaModel:
     def executor(self, layout: CacheLayout, limits: Limits, watch: LogitsWatch | None = None) -> CudaExecutor:
         spec, device = self.spec, self._device
         cuda = device.type == "cuda"
+        if self.weights_precision != self._computed:
+            # What rounding to a format takes besides must be given back before the pool takes the rest of the card.
+            self._uploader.finish()
+            if cuda:
+                torch.cuda.empty_cache()
+            if names := self._uploader.rounded:
+                self._notes.append(f"scales of {len(names)} tensors, {names[0]} the first, were rounded to fp16")
         card, sms, capability = "interpreter", 4, (8, 0)
         if cuda:
             properties = torch.cuda.get_device_properties(device)
@@ -137,7 +164,7 @@ class CudaModel:
         table = GemmTable(card, sms)
         pdl = self._pdl and cuda and capability >= (9, 0)
         decoder = Decoder(
-            spec, self._weights, layout, limits, table, _DTYPES[self.weights_precision],
+            spec, self._weights, layout, limits, table, _DTYPES[self._computed],
             device, sms=sms, pdl=pdl, capability=capability,
         )  # fmt: skip
         attention = self._choose_attention(decoder, layout, sms)
@@ -154,7 +181,7 @@ class CudaModel:
             MemoryItem(
                 "activations",
                 activation_bytes(
-                    spec, limits.max_batched_tokens, limits.max_num_seqs, activation_precision=self.weights_precision
+                    spec, limits.max_batched_tokens, limits.max_num_seqs, activation_precision=self._computed
                 ),
                 decoder.activation_bytes,
             ),
@@ -197,7 +224,7 @@ class CudaModel:
             return [f"attention: headrace's own kernels ({why})", f"attention of long prompts: {tiles}"]
         begin = time.perf_counter()
         decoder.planner = flashinfer.FlashInfer(
-            self.spec, layout, _DTYPES[self.weights_precision], self._device, rows=decoder.rows, sms=sms,
+            self.spec, layout, _DTYPES[self._computed], self._device, rows=decoder.rows, sms=sms,
             blocks=decoder.tables.shape[-1], graphs=self._graphs,
         )  # fmt: skip
         return [
@@ -248,6 +275,29 @@ class CudaExecutor:
             self._closed = True
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
+
+
+def _computed(config: EngineConfig, form: Format | None) -> str:
+    """The type of activations and of whatever is not quantized; plain weights are computed with as they are stored."""
+    asked = dict(config.options).get("activations", "")
+    if form is None:
+        plain = _chosen("weights", config.weights, "bf16", _DTYPES)
+        if asked not in ("", plain):
+            raise InvalidInput(f"weights {plain} are computed with in {plain}", field="options.activations")
+        return plain
+    return _chosen("options.activations", asked or "auto", "bf16", _DTYPES)
+
+
+def _notes(source: TensorSource, form: Format | None, computed: str, quantized: Quantized) -> list[str]:
+    if form is None:
+        return []
+    origin = f"as the {source.method} checkpoint holds them" if isinstance(source, QuantizedSource) else "when loaded"
+    found = [f"matrices quantized to {form.name} {origin}; activations and the rest {computed}"]
+    found += [
+        f"{name} and its like are dequantized whole in every product, which is slow: {why}"
+        for why, name in quantized.unfit.items()
+    ]
+    return found
 
 
 def _chosen(field: str, value: str, automatic: str, known: Iterable[str]) -> str:

@@ -5,17 +5,41 @@ from __future__ import annotations
 import queue
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from headrace.base.errors import UnsupportedModel
+from headrace.engine.cuda.products import Matrix, PackedParts
+from headrace.engine.cuda.repack import repacked
+from headrace.engine.kernels.quantized import QuantMatrix
+from headrace.engine.quant.formats import Format, Packed
 from headrace.engine.weights.checkpoint import Checkpoint
 
 _PIECE_BYTES = 32 << 20
 _THREADS = 8
 _KINDS = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A matrix of a checkpoint, or the rows `cut` of tensor `name`, which has `shape`; `order`: its rows as wanted."""
+
+    name: str
+    shape: tuple[int, int]
+    cut: slice | None = None
+    order: np.ndarray | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0] if self.cut is None else self.cut.stop - self.cut.start
+
+
+def tensors_of(matrix: QuantMatrix | Packed) -> list[torch.Tensor]:
+    return matrix.tensors() if isinstance(matrix, QuantMatrix) else list(matrix.tensors.values())
 
 
 class Uploader:
@@ -33,7 +57,10 @@ class Uploader:
         self._running: list[Future[None]] = []
         self._local = threading.local()
         self._rings: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        self._whole = threading.Lock()
         self.bytes_read = 0
+        self.rounded: list[str] = []
+        """Tensors whose scales had to be rounded to the format's type."""
 
     def fill(
         self,
@@ -54,6 +81,12 @@ class Uploader:
             if plus:
                 target.add_(plus)
             return
+        self._running.append(self._pool.submit(self._take(target, name, shape, rows, order, plus)))
+
+    def _take(
+        self, target: torch.Tensor, name: str, shape: tuple[int, ...], rows: slice | None, order, plus: float
+    ) -> Callable[[], None]:
+        """What is to be done so that target holds the tensor, which is looked for here, at once."""
         stored = self._checkpoint.stored(name, shape)
         # Vectors are stored as one row; as columns of one element their entries can be cut and reordered like rows.
         data = stored.data
@@ -63,12 +96,57 @@ class Uploader:
             if rows is not None:
                 data = data[rows]
             kind = _KINDS[stored.kind]
-            work: Callable[[], None] = lambda: self._raw(target, data, kind, order, plus)  # noqa: E731
             self.bytes_read += data.nbytes
+            return lambda: self._raw(target, data, kind, order, plus)
+        self.bytes_read += data.nbytes
+        return lambda: self._converted(target, name, shape, rows, order, plus)
+
+    def quantize(self, target: Matrix, form: Format, parts: Sequence[Part]) -> None:
+        """target = the matrices `parts`, joined by their outputs, in `form`: as a checkpoint that is quantized holds them, or
+        rounded on the device. One matrix at a time is there in full precision."""
+        self._running.append(self._pool.submit(self._quantized, target, form, parts))
+
+    def _quantized(self, target: Matrix, form: Format, parts: Sequence[Part]) -> None:
+        found: list[Packed] = []
+        stored: dict[str, list[Packed]] = {}
+        with self._whole, self._stream():
+            for part in parts:
+                if not self._checkpoint.is_packed(part.name):
+                    found.append(form.quantize(self._values(part), part.name))
+                    continue
+                if part.order is not None:
+                    raise UnsupportedModel(
+                        f"tensor {part.name!r} is quantized and its outputs are in another order than the kernels'",
+                        field=part.name,
+                    )
+                if part.name not in stored:
+                    stored[part.name] = self._adopted(form, [p for p in parts if p.name == part.name])
+                found.append(stored[part.name].pop(0))
+            sources = found if isinstance(target, PackedParts) else [repacked(found)]
+            places = target.parts if isinstance(target, PackedParts) else [target]
+            for source, place in zip(sources, places, strict=True):
+                for values, into in zip(tensors_of(source), tensors_of(place), strict=True):
+                    into.copy_(values)
+            if self._device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+
+    def _values(self, part: Part) -> torch.Tensor:
+        values = torch.empty(part.rows, part.shape[1], dtype=torch.float32, device=self._device)
+        if self._seed is None:
+            self._take(values, part.name, part.shape, part.cut, part.order, 0.0)()
         else:
-            work = lambda: self._converted(target, name, shape, rows, order, plus)  # noqa: E731
-            self.bytes_read += data.nbytes
-        self._running.append(self._pool.submit(work))
+            self._draw(values, part.name)
+        return values
+
+    def _adopted(self, form: Format, parts: Sequence[Part]) -> list[Packed]:
+        name, shape = parts[0].name, parts[0].shape
+        arrays = self._checkpoint.packed(name, shape)
+        assert arrays is not None
+        if arrays.rounded:
+            self.rounded.append(name)
+        whole = form.adopt(arrays, name)
+        cut = [whole] if len(parts) == 1 else form.split(whole, [p.rows for p in parts], name)
+        return [replace(p, tensors={k: t.to(self._device) for k, t in p.tensors.items()}) for p in cut]
 
     def finish(self) -> None:
         for future in self._running:

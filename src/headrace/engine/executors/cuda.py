@@ -37,8 +37,12 @@ class CudaBackend:
                 return "no NVIDIA driver on this machine"
             if (reason := _device(config)) is not None:
                 return reason
-        if files.quantization() is not None and config.load_format != "dummy":
-            return f"the checkpoint is quantized ({files.spec().checkpoint_precision}), which it does not read"
+        quantization = files.quantization()
+        if quantization is not None and config.load_format != "dummy":
+            from headrace.engine.weights.quantized import no_reader
+
+            if (reason := no_reader(quantization)) is not None:
+                return reason
         return unsupported(files.spec()) or _not_computed(files.spec())
 
     def formats(self) -> Formats:

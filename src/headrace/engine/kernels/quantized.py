@@ -6,9 +6,10 @@ right one. Scales never touch a weight: a group's products are summed apart and 
 z · Σ x off a group's sum; Σ x comes from a product with ones.
 
 Layouts. Codes of 8 bits lie in rows as in their format. Those of 4 bits are permuted when a matrix is loaded: inputs in chunks,
-[inputs / chunk, outputs, chunk / 2 bytes], so that what a program reads at once is one run, four bytes hold four weights
-of the chunk's first half and four of its second, and their places are such that a register is unpacked with few
-operations (`places`). Chunks are of 128 inputs, of 64 where a group is of 32 or the inputs are no multiple of 128. Scales lie by group, [groups, outputs].
+[inputs / chunk, outputs, chunk / 2 bytes], so that what a program reads at once is one run, four bytes hold four weights of
+the chunk's first half and four of its second, and their places are such that a register is unpacked with few operations
+(`places`). Chunks are of 128 inputs, of 64 where a group is of 32 or the inputs are no multiple of 128. Scales lie by group,
+[groups, outputs].
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import triton.language as tl
 from headrace.engine.kernels.activation import ACTIVATIONS, act
 from headrace.engine.kernels.decode import arrived_last
 from headrace.engine.kernels.gemm import MAX_ROWS, Gained, GemmConfig, GemmWorkspace, prefetch, shrink_of
-from headrace.engine.kernels.unpack import INT4, MXFP4, NF4_CODES, unpacked, valued
+from headrace.engine.kernels.unpack import INT4, NF4_CODES, unpacked, valued
 from headrace.engine.quant.tables import DYNAMIC, NF4
 
 CHUNK = 64
@@ -99,7 +100,7 @@ def _multiplied(
 ):  # fmt: skip
     """acc [BLOCK_N, BLOCK_M] plus the products of inputs [begin, stop), scales of groups applied."""
     m = tl.arange(0, BLOCK_M)
-    BITS4: tl.constexpr = KIND == INT4 or KIND == MXFP4 or KIND == NF4_CODES
+    BITS4: tl.constexpr = KIND <= NF4_CODES
     # Inputs of one product; as many products as share a scale are added up first.
     SPAN: tl.constexpr = BYTES if BITS4 else (32 if GROUP == 32 else (64 if GROUP == 64 else BLOCK_K))
     PARTS: tl.constexpr = 1 if GROUP == 0 else GROUP // SPAN
@@ -173,7 +174,7 @@ def _ahead(
     GROUP: tl.constexpr, SHARED: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
     """Bring the first codes and all scales of groups into the L2 cache."""
-    if KIND == INT4 or KIND == MXFP4 or KIND == NF4_CODES:
+    if KIND <= NF4_CODES:
         ROWS: tl.constexpr = 128 // BYTES  # of a cache line
         chunks = begin // (2 * BYTES) + tl.arange(0, 256 // BYTES // 2)
         within = (chunks[:, None] * (2 * BYTES) < stop) & inside[None, :] & (row[None, :] % ROWS == 0)
@@ -184,7 +185,7 @@ def _ahead(
         within = (lines[:, None] < stop) & inside[None, :]
         at = codes + row.to(tl.int64)[None, :] * inner + lines[:, None]
         prefetch(tl.where(within, at, codes))
-    if SCALE == BY_EXPONENT or SCALE == BY_NESTED or (SCALE == BY_GROUP and SHARED == 1):
+    if GROUP > 0 and SHARED == 1:
         group = begin // GROUP + tl.arange(0, 32)
         within = (group[:, None] * GROUP < stop) & inside[None, :] & (row[None, :] % 32 == 0)
         prefetch(tl.where(within, scales + group[:, None] * rows_total + row[None, :], scales))
@@ -345,6 +346,8 @@ def quantized_gemm(
     assert inner % (c.block_k * c.split_k) == 0
     assert c.block_k % max(w.group, 2 * w.chunk_bytes) == 0
     assert rows <= MAX_ROWS.value
+    # A warp group's tensor cores want neighbours of a row two by two, and a register of 4-bit codes holds four.
+    assert w.kind > NF4_CODES.value or c.num_warps < 4
     assert c.split_k == 1 or c.split_k * block_m * w.shape[0] <= work.parts.numel()
     assert c.split_k == 1 or tiles <= work.counters.numel()
     some = work.parts
@@ -384,7 +387,7 @@ def _dequantize(
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = row < rows_total
-    BITS4: tl.constexpr = KIND == INT4 or KIND == MXFP4 or KIND == NF4_CODES
+    BITS4: tl.constexpr = KIND <= NF4_CODES
     SPAN: tl.constexpr = BYTES if BITS4 else (32 if GROUP == 32 else 64)
     kind = out.dtype.element_ty
     k0 = tl.program_id(1) * BLOCK_K

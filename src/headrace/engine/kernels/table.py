@@ -8,13 +8,21 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headrace.base.files import data_dir
 from headrace.engine.kernels.gemm import GemmConfig
 
+if TYPE_CHECKING:
+    from headrace.engine.kernels.quantized import QuantMatrix
+
 SHIPPED = Path(__file__).parent / "configs"
 BUCKETS = (4, 16, 32, 64, 128, 256)
 """Padded rows of products."""
+QUANTIZED_BUCKETS = (8, 16, 32, 64, 128, 256)
+"""The same of quantized weights."""
+STREAMED_AS = {"w8a8": "int8", "fp8_e4m3": "fp8_channel"}
+"""Formats whose codes are streamed as those of another."""
 DECODE_BUCKETS = (4, 8, 16, 32, 64, 128, 256)
 """Rows up to which a configuration of decode attention counts."""
 
@@ -53,6 +61,29 @@ class GemmTable:
                 return None if entry is None else GemmConfig(**({"rows": max(16, bucket)} | entry))
         return self.guess(columns, inner, pair=pair) if rows <= 16 else None
 
+    def quantized(self, rows: int, w: QuantMatrix, *, pair: bool, rounded: bool) -> GemmConfig | None:
+        """How codes of `w` are streamed for `rows`, or None where a product of dequantized weights, or (`rounded`) of
+        activations of 8 bits, is the better one."""
+        columns, inner = w.shape[0] // (2 if pair else 1), w.shape[1]
+        for bucket in QUANTIZED_BUCKETS:
+            name = key(bucket, columns, inner, pair=pair, form=STREAMED_AS.get(w.form, w.form))
+            if rows <= bucket and name in self._entries:
+                entry = self._entries[name]
+                return None if entry is None else GemmConfig(**({"rows": bucket} | entry))
+        if rows > (16 if rounded else 64):
+            return None
+        # Two warps unpack 32 outputs; eight programs on every multiprocessor hide the latency of their loops.
+        least = max(w.group, 2 * w.chunk_bytes)
+        block_k = next(k for k in (256, 128, 64, least) if inner % k == 0 and k % least == 0)
+        tiles = -(-columns // 32)
+        split = 1
+        while tiles * split < 8 * self._sms and split < 8 and inner % (2 * split * block_k) == 0:
+            split *= 2
+        bucket = next(b for b in QUANTIZED_BUCKETS if rows <= b)
+        return GemmConfig(
+            32, block_k, split if bucket <= 16 else min(split, 2), 2, 4 if bucket <= 16 else 3, rows=bucket
+        )
+
     def decode(self, rows: int, head_dim: int, kv: str = "") -> dict[str, int] | None:
         """How attention of so many rows is cut and run (splits, min_chunk, block_n, num_warps, stages), if it was tuned.
 
@@ -78,8 +109,8 @@ def decode_key(bucket: int, head_dim: int, kv: str = "") -> str:
     return f"{bucket}x{head_dim}{f'x{kv}' if kv else ''}"
 
 
-def key(bucket: int, columns: int, inner: int, *, pair: bool) -> str:
-    return f"{bucket}x{columns}x{inner}{'x2' if pair else ''}"
+def key(bucket: int, columns: int, inner: int, *, pair: bool, form: str = "") -> str:
+    return f"{form}{':' if form else ''}{bucket}x{columns}x{inner}{'x2' if pair else ''}"
 
 
 def entry_of(config: GemmConfig | None) -> dict[str, int] | None:

@@ -11,8 +11,8 @@ import triton.language as tl
 
 from headrace.engine.quant.tables import NF4
 
-INT4, INT8, FP8, MXFP4, NF4_CODES = (tl.constexpr(i) for i in range(5))
-"""Kinds of codes."""
+INT4, MXFP4, NF4_CODES, INT8, FP8 = (tl.constexpr(i) for i in range(5))
+"""Kinds of codes; those of 4 bits come first."""
 
 
 def _bf16_bytes() -> tuple[list[int], list[int]]:
@@ -105,14 +105,10 @@ def _fp8() -> str:
     }}"""
 
 
-_ASM = {
-    (0, 0): _int4(0), (0, 1): _int4(1), (1, 0): _int8(), (2, 0): _fp8(), (3, 0): _mxfp4(0), (3, 1): _mxfp4(1),
-    (4, 0): _nf4(0), (4, 1): _nf4(1),
-}  # fmt: skip
-_INT4_0, _INT4_1 = tl.constexpr(_ASM[0, 0]), tl.constexpr(_ASM[0, 1])
-_INT8, _FP8 = tl.constexpr(_ASM[1, 0]), tl.constexpr(_ASM[2, 0])
-_MXFP4_0, _MXFP4_1 = tl.constexpr(_ASM[3, 0]), tl.constexpr(_ASM[3, 1])
-_NF4_0, _NF4_1 = tl.constexpr(_ASM[4, 0]), tl.constexpr(_ASM[4, 1])
+_INT4_0, _INT4_1 = tl.constexpr(_int4(0)), tl.constexpr(_int4(1))
+_MXFP4_0, _MXFP4_1 = tl.constexpr(_mxfp4(0)), tl.constexpr(_mxfp4(1))
+_NF4_0, _NF4_1 = tl.constexpr(_nf4(0)), tl.constexpr(_nf4(1))
+_INT8, _FP8 = tl.constexpr(_int8()), tl.constexpr(_fp8())
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -23,7 +23,9 @@ from headrace.spec.precision import precision
 _IN_FP32 = tensorizer(torch.float32, torch.device("cpu"))
 
 
-def wanted_format(weights: str, source: TensorSource, spec: ModelSpec, plain: tuple[str, ...]) -> Format | None:
+def wanted_format(
+    weights: str, source: TensorSource, spec: ModelSpec, plain: tuple[str, ...], backend: str = "torch"
+) -> Format | None:
     """The format of the matrices that option `weights` asks for, None for a type of `plain`.
 
     `auto` is what the checkpoint holds (of dummy weights: would hold). A checkpoint that is quantized cannot be quantized
@@ -40,7 +42,7 @@ def wanted_format(weights: str, source: TensorSource, spec: ModelSpec, plain: tu
         found = form(weights)
     except InvalidInput:
         raise InvalidInput(
-            f"the torch backend cannot use weights {weights!r}",
+            f"the {backend} backend cannot use weights {weights!r}",
             field="weights",
             remedy="choose one of: " + ", ".join(("auto", *plain, *names())),
         ) from None
@@ -123,12 +125,7 @@ class QuantLoader:
 
     def bytes_predicted(self, spec: ModelSpec, plain: str) -> int:
         """Bytes of all weights of `spec` by `headrace.spec`, unquantized ones in precision `plain`."""
-        kept = kept_parts(self._plain, self._quantized)
-        if kept is not None:
-            return weight_bytes(spec, self.form.spec.name, unquantized_precision=plain, unquantized_parts=kept).total
-        # A part of one layer holds matrices of both kinds, so they are counted one by one.
-        saved = sum(precision(plain).nbytes(shape) - self.form.spec.nbytes(shape) for shape in self._quantized.values())
-        return weight_bytes(spec, plain).total - saved
+        return bytes_predicted(spec, self.form, plain, self._plain, self._quantized)
 
     def _layer(self, matrix: Packed | torch.Tensor, bias: torch.Tensor | None) -> Linear | QuantLinear:
         return QuantLinear(matrix, bias) if isinstance(matrix, Packed) else Linear(matrix, bias)
@@ -165,6 +162,18 @@ class QuantLoader:
         values = self._checkpoint.take(name, shape)
         pieces = np.split(values, np.cumsum(widths)[:-1])
         return [self._made(piece, f"{module}[{i}]") for i, piece in enumerate(pieces)]
+
+
+def bytes_predicted(
+    spec: ModelSpec, form: Format, plain: str, kept: Collection[str], quantized: Mapping[str, tuple[int, ...]]
+) -> int:
+    """Bytes of all weights of `spec`: modules `quantized` (with their shapes) in `form`, all else in precision `plain`."""
+    parts = kept_parts(kept, quantized)
+    if parts is not None:
+        return weight_bytes(spec, form.spec.name, unquantized_precision=plain, unquantized_parts=parts).total
+    # A part of one layer holds matrices of both kinds, so they are counted one by one.
+    saved = sum(precision(plain).nbytes(shape) - form.spec.nbytes(shape) for shape in quantized.values())
+    return weight_bytes(spec, plain).total - saved
 
 
 def _index(order: np.ndarray | None) -> torch.Tensor | None:

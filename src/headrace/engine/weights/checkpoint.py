@@ -46,6 +46,10 @@ class Checkpoint:
         self._check(name, shape)
         return self._source.packed(name)
 
+    def is_packed(self, name: str) -> bool:
+        """Whether matrix `name` is stored quantized."""
+        return self._may_be_packed and self._source.is_packed(name)
+
     def rows(self, name: str, shape: tuple[int, int]) -> Rows | None:
         """Row access to matrix `name` in its file, or None for weights without a file."""
         self._check(name, shape)

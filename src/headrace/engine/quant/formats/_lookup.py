@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 
@@ -12,7 +14,13 @@ def pair_table(values: torch.Tensor, *, high_first: bool) -> torch.Tensor:
     return values.float()[torch.stack(halves, 1)].contiguous().view(torch.float64).view(-1)
 
 
+@cache
+def there(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A constant table on a device, copied once: a step that is being captured may not copy from the host."""
+    return table.to(device)
+
+
 def pairs(table: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     """fp32 values [..., 2 n] of bytes [..., n]."""
-    found = table.to(packed.device).index_select(0, packed.reshape(-1).int()).view(torch.float32)
+    found = there(table, packed.device).index_select(0, packed.reshape(-1).int()).view(torch.float32)
     return found.view(*packed.shape[:-1], -1)

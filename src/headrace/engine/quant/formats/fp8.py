@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from headrace.base.units import ceil_div
 from headrace.engine.quant.formats._contract import Format, Layout, Packed, Tensors
+from headrace.engine.quant.formats._lookup import there
 
 LARGEST = 448.0
 _NAN = 0x7F
@@ -49,7 +50,7 @@ class Float8(Format):
 
     def decode(self, tensors: Tensors, rows: int, columns: int) -> torch.Tensor:
         codes = tensors["codes"]
-        values = _TABLE.to(codes.device).index_select(0, codes.view(torch.uint8).view(-1).int())
+        values = there(_TABLE, codes.device).index_select(0, codes.view(torch.uint8).view(-1).int())
         return values.view(rows, columns).mul_(self._spread(tensors["scales"], rows, columns))
 
     def _spread(self, scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

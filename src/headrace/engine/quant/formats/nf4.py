@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from headrace.base.units import ceil_div
 from headrace.engine.quant import tables
 from headrace.engine.quant.formats._contract import Format, Layout, Tensors
-from headrace.engine.quant.formats._lookup import pair_table, pairs
+from headrace.engine.quant.formats._lookup import pair_table, pairs, there
 
 _TABLE = pair_table(torch.from_numpy(tables.NF4), high_first=True)
+_DYNAMIC = torch.from_numpy(tables.DYNAMIC)
 
 
 class NF4(Format):
@@ -65,7 +66,7 @@ class NF4(Format):
         """fp32 scale of each block."""
         if not self.double:
             return tensors["scales"]
-        codes = torch.from_numpy(tables.DYNAMIC).to(tensors["scales"].device)[tensors["scales"].int()]
+        codes = there(_DYNAMIC, tensors["scales"].device)[tensors["scales"].int()]
         runs = tensors["nested"].repeat_interleave(self.spec.scale_group)[: len(codes)]
         return codes * runs + tensors["offset"]
 

@@ -1,0 +1,112 @@
+"""The CUDA backend with quantized weights beside the torch backend, which dequantizes: the same distributions, the same bytes.
+
+Without a GPU the kernels run in Triton's interpreter in fp32. With one they run in bf16 and with activations of 8 bits where
+many rows of such weights are multiplied, so the tolerance is that of these roundings.
+"""
+
+from __future__ import annotations
+
+import random
+
+import kernel_device
+import numpy as np
+import pytest
+from quantized_checkpoints import quantize_folder
+from test_models_logits import VOCAB, dense, tiny_model
+from torch_steps import Engine
+
+from headrace.base.errors import InvalidInput
+from headrace.engine.executors.cuda import BACKEND
+from headrace.engine.executors.torch import BACKEND as TORCH
+from headrace.spec.config import EngineConfig
+from headrace.spec.locate import locate
+
+ON_GPU = kernel_device.ON_GPU
+SIZES = {
+    "hidden_size": 128, "intermediate_size": 256 if ON_GPU else 128, "num_hidden_layers": 2 if ON_GPU else 1,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64,
+}  # fmt: skip
+FORMATS = (
+    "int4_g128_asym",
+    "int4_g64",
+    "nf4",
+    "mxfp4",
+    "int8",
+    "w8a8",
+    "fp8_e4m3",
+    "fp8_channel",
+    "fp8_block128",
+    "int4_g32_act",
+)
+QUICK = ("int4_g128_asym", "nf4", "w8a8")
+STORED = ("awq", "gptq-act", "gptq-8bit", "bnb-nf4", "ct-fp8-channel", "fp8-block") if ON_GPU else ("gptq-act",)
+EIGHT = ("w8a8", "fp8_e4m3", "fp8_channel")
+
+
+def engine(folder, backend, weights: str, **sizes) -> Engine:
+    cuda = backend is BACKEND
+    config = EngineConfig(
+        model=str(folder), backend=backend.name, device="cuda" if ON_GPU and cuda else "auto", weights=weights,
+        kv="bf16" if ON_GPU and cuda else "fp32", options=(("activations", "bf16" if ON_GPU and cuda else "fp32"),),
+    )  # fmt: skip
+    files = locate(str(folder))
+    assert backend.unavailable(files, config) is None
+    return Engine(backend.load(files, config), **{"num_blocks": 60, "max_num_seqs": 4, "max_model_len": 64} | sizes)
+
+
+def distributions(runs: Engine) -> np.ndarray:
+    """Log-probabilities of a long prompt in chunks beside a short one, then of decode steps alone; all tokens are forced."""
+    rng = random.Random(3)
+    long = runs.add([rng.randrange(3, VOCAB) for _ in range(20)], logprobs=VOCAB, prompt_logprobs=VOCAB)
+    short = runs.add([rng.randrange(3, VOCAB) for _ in range(3)], logprobs=VOCAB, logit_bias={9: 100.0})
+    runs.step([(long, 11)])
+    runs.step([(short, 3), (long, 8)])
+    runs.step([(long, 1), (short, 1)])
+    assert not long.errors
+    assert not short.errors
+    found = [dense(long.prompt_logprobs), dense(long.logprobs)[:1]]
+    runs.close()
+    return np.concatenate(found)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("quantized"), "llama", **SIZES)[1]
+
+
+def tolerance(weights: str) -> float:
+    if not ON_GPU:
+        return 2e-4
+    return 0.35 if weights in EIGHT else 0.15
+
+
+@pytest.mark.parametrize("weights", FORMATS if ON_GPU else QUICK)
+def test_distributions_equal_the_torch_backend(model, weights):
+    runs = engine(model, BACKEND, weights)
+    (item,) = (m for m in runs.model.memory() if m.name == "weights")
+    assert item.actual_bytes == item.predicted_bytes
+    # Few rows leave activations as they are, of every format; the interpreter has no other way.
+    same = weights if ON_GPU or weights != "w8a8" else "int8"
+    found, wanted = distributions(runs), distributions(engine(model, TORCH, same))
+    # On a GPU logits are rounded to bf16 many times: what counts are the tokens that may be chosen.
+    likely = wanted > (-np.inf if not ON_GPU else wanted.max(-1, keepdims=True) - 6)
+    assert np.abs(found - wanted)[likely].max() < tolerance(weights)
+    assert np.abs(found - wanted)[likely].mean() < tolerance(weights) / 4
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_checkpoints_as_they_are_stored(tmp_path, kind):
+    _, folder = tiny_model(tmp_path, "llama", **SIZES)
+    quantize_folder(folder, kind)
+    runs = engine(folder, BACKEND, "auto")
+    (item,) = (m for m in runs.model.memory() if m.name == "weights")
+    assert item.actual_bytes == item.predicted_bytes
+    found, wanted = distributions(runs), distributions(engine(folder, TORCH, "auto"))
+    likely = wanted > (-np.inf if not ON_GPU else wanted.max(-1, keepdims=True) - 6)
+    assert np.abs(found - wanted)[likely].max() < tolerance("")
+
+
+def test_unknown_formats_are_refused_by_name(model):
+    with pytest.raises(InvalidInput, match="cuda backend cannot use weights 'nvfp4'"):
+        engine(model, BACKEND, "nvfp4")
+    assert "int4_g128" in BACKEND.formats().weights
