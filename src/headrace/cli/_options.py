@@ -28,7 +28,7 @@ def add(app: typer.Typer, name: str, command: Command) -> None:
     """Make a declared command a verb of `app`."""
     run = command.run
     for parameter, given in command.panels.items():
-        run = _replace(parameter, given, run)
+        run = _replace(parameter, given, run)  # the last is made, and so checked, first
     app.command(name=name)(run)
 
 
