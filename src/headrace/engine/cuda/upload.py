@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -38,6 +40,16 @@ class Part:
         return self.shape[0] if self.cut is None else self.cut.stop - self.cut.start
 
 
+@cache
+def upload_stream(device: torch.device, number: int) -> torch.cuda.Stream:
+    """The stream of one upload thread, the same for every model of a process.
+
+    torch has 32 streams and hands them out in turns: with new ones for every model, the fifth would copy on the stream that
+    graphs are captured on at that moment, which ends the capture with an error.
+    """
+    return torch.cuda.Stream(device)
+
+
 def tensors_of(matrix: QuantMatrix | Packed) -> list[torch.Tensor]:
     return matrix.tensors() if isinstance(matrix, QuantMatrix) else list(matrix.tensors.values())
 
@@ -58,6 +70,7 @@ class Uploader:
         self._local = threading.local()
         self._rings: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         self._whole = threading.Lock()
+        self._started = itertools.count()
         self.bytes_read = 0
         self.rounded: list[str] = []
         """Tensors whose scales had to be rounded to the format's type."""
@@ -194,7 +207,7 @@ class Uploader:
             return torch.no_grad()
         if not hasattr(self._local, "stream"):
             torch.cuda.set_device(self._device)
-            self._local.stream = torch.cuda.Stream(self._device)
+            self._local.stream = upload_stream(self._device, next(self._started) % _THREADS)
             self._local.ring = [torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
             self._local.events = [torch.cuda.Event() for _ in range(2)]
         return torch.cuda.stream(self._local.stream)
