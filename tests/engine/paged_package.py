@@ -22,6 +22,7 @@ class _Wrapper:
         assert integers.dtype == torch.uint8
 
     def _plan(self, firsts, indptr, indices, last, heads, kv_heads, dim, page_size, rules):
+        assert len(last) > 0  # there, the longest of none is an error
         if self.buffers:
             assert len(last) == len(self.buffers["paged_kv_last_page_len_buffer"])
             assert len(indices) <= len(self.buffers["paged_kv_indices_buffer"])

@@ -149,11 +149,12 @@ def test_random_batches_equal_the_formula(tmp_path, stand_in, name, graphs):
             for slot, first in zip(slots, (*at, *starts), strict=False):
                 behind = 0 if kind.window is None else max(0, first - kind.window + 1) // SIZE
                 unseen[kind.group, slot, :behind] = 10**6
-            planned = plans.mixed(singles, at, long, starts, lengths, unseen)
-            rows = len(wanted)
-            if not prompts:
-                rows = ROWS - 1
-                planned = plans.decode(rows, singles, at, unseen)
+            rows = len(wanted) if prompts else ROWS - 1
+            planned = (
+                plans.mixed(singles, at, long, starts, lengths, unseen)
+                if prompts
+                else plans.decode(rows, singles, at, unseen)
+            )
             qkv = kernel_device.randn(rows, 8 * 128, dtype=torch.bfloat16, seed=prompts)
             out = torch.full((rows, 4 * 128), float("nan"), dtype=torch.bfloat16, device=DEVICE)
             planned.run(layer, qkv, out, kv)
