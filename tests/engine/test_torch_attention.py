@@ -125,6 +125,103 @@ def test_shared_prefixes_equal_naive(name, kind, monkeypatch):
         torch.testing.assert_close(attend(ATTENTION.get(name), KINDS[kind], batch), expected, atol=2e-6, rtol=1e-5)
 
 
+def one_token_further(spans: Spans, cache: LayerCache, rng: np.random.Generator, spare: list[int]) -> Spans:
+    """Every sequence one token later, its key and value written; blocks are taken from `spare` as they are begun."""
+    starts, tables = spans.starts + 1, spans.tables.copy()
+    for i, at in enumerate(starts.tolist()):
+        if tables[i, at // spans.block_tokens] < 0:
+            tables[i, at // spans.block_tokens] = block = spare.pop()
+            cache.kv[block] = 0.0
+        cache.kv[tables[i, at // spans.block_tokens], at % spans.block_tokens] = torch.from_numpy(
+            rng.standard_normal(cache.kv.shape[2:], np.float32)
+        )
+    return Spans(starts, spans.lengths, spans.first_rows, tables, spans.block_tokens)
+
+
+def growing_batch(kind: AttentionKind, shape, seed: int):
+    """A decoding batch and blocks that its sequences may grow into."""
+    spans, q, _, _, cache = random_batch(kind, shape, seed)
+    grown = torch.cat([cache.kv, torch.full_like(cache.kv, float("nan"))])
+    spare = list(range(len(cache.kv), len(grown)))
+    tables = np.concatenate([spans.tables, np.full((len(shape), 8), -1, np.int32)], 1)
+    spans = Spans(spans.starts, spans.lengths, spans.first_rows, tables, spans.block_tokens)
+    return spans, torch.empty_like(q), LayerCache(grown), spare
+
+
+@pytest.mark.parametrize("shape", ["decode", "decode of equal length", "one decode", "mixed"])
+@pytest.mark.parametrize("kind", KINDS, ids=list(KINDS))
+@pytest.mark.parametrize("name", ATTENTION.names())
+def test_steps_that_continue_the_last_equal_naive(name, kind, shape):
+    """`advance` from step to step, through the ends of blocks and of the room that is kept, prepared anew where it declines."""
+    kind, backend = KINDS[kind], ATTENTION.get(name)
+    for seed in range(2):
+        rng = np.random.default_rng(seed)
+        spans, q, cache, spare = growing_batch(kind, BATCHES[shape], seed)
+        if (spans.lengths > 1).any():
+            prepared = backend.prepare(spans, kind, q.device, q.dtype)
+            assert not backend.advance(prepared, spans)
+            continue
+        prepared, advanced = None, 0
+        for _ in range(20):
+            spans = one_token_further(spans, cache, rng, spare)
+            q.copy_(torch.from_numpy(rng.standard_normal(q.shape, np.float32)))  # a step's queries are one buffer
+            if prepared is None or not backend.advance(prepared, spans):
+                prepared = backend.prepare(spans, kind, q.device, q.dtype)
+            else:
+                advanced += 1
+            none = torch.empty(0)
+            expected = attend(ATTENTION.get("naive"), kind, (spans, q, none, none, cache))
+            found = backend.attend(q, none, none, cache, prepared)
+            torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
+        if name == "sdpa" and shape == "decode" and kind.window is None and kind.sinks is None:
+            assert advanced > 14
+
+
+def test_a_step_of_other_sequences_does_not_continue_the_last():
+    kind, sdpa = KINDS["gqa"], ATTENTION.get("sdpa")
+    spans, q, cache, spare = growing_batch(kind, BATCHES["decode"], 0)
+    after = one_token_further(spans, cache, np.random.default_rng(0), spare)
+
+    def changed(**fields) -> Spans:
+        given = {"starts": after.starts, "lengths": after.lengths, "first_rows": after.first_rows}
+        return Spans(**(given | {"tables": after.tables, "block_tokens": after.block_tokens} | fields))
+
+    moved = after.tables.copy()
+    moved[2, 0] = spare.pop()
+    skipped = after.starts.copy()
+    skipped[3] += 1
+    others = [
+        changed(tables=moved),
+        changed(starts=skipped),
+        changed(starts=spans.starts),
+        changed(tables=after.tables[::-1]),
+        changed(starts=after.starts[1:], lengths=after.lengths[1:], tables=after.tables[1:]),
+    ]
+    prepared = sdpa.prepare(spans, kind, q.device, q.dtype)
+    for other in others:
+        assert not sdpa.advance(prepared, other)
+    assert sdpa.advance(prepared, after)
+
+
+def test_a_broken_sequence_leaves_others_alone_in_steps_that_continue():
+    kind, sdpa = KINDS["gqa"], ATTENTION.get("sdpa")
+    spans, q, cache, spare = growing_batch(kind, BATCHES["decode"], 0)
+    prepared = sdpa.prepare(spans, kind, q.device, q.dtype)
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        spans = one_token_further(spans, cache, rng, spare)
+        assert sdpa.advance(prepared, spans)
+        q.copy_(torch.from_numpy(rng.standard_normal(q.shape, np.float32)))
+        q[1] = float("nan")
+        cache.kv[spans.tables[4, 0], 0] = float("inf")
+        none = torch.empty(0)
+        found = sdpa.attend(q, none, none, cache, prepared)
+        expected = attend(ATTENTION.get("naive"), kind, (spans, q, none, none, cache))
+        well = [0, 2, 3, 5, 6]
+        torch.testing.assert_close(found[well], expected[well], atol=2e-6, rtol=1e-5)
+        assert not torch.isfinite(found[[1, 4]].sum(-1)).any()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["gqa", "everything"])
 def test_half_precision_stays_close(kind, dtype, monkeypatch):

@@ -95,6 +95,11 @@ class AttentionBackend(Protocol):
         queries' `dtype` if None."""
         ...
 
+    def advance(self, prepared: Any, spans: Spans) -> bool:
+        """Make `prepared`, of the step before, what `prepare` would give for `spans`, which is cheap where the same
+        sequences are each one token further. False where that cannot be done: then it is as it was."""
+        ...
+
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Layer, prepared: Any) -> torch.Tensor:
         """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] of this step → [tokens, heads * head_dim]."""
         ...

@@ -75,6 +75,9 @@ class Grouped:
         calls += [maker.make(np.array([i])) for i in np.flatnonzero(spans.lengths > 1)]
         return _Prepared(kind, calls)
 
+    def advance(self, prepared: _Prepared, spans: Spans) -> bool:
+        return False
+
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: GroupedLayer, prepared: _Prepared
     ) -> torch.Tensor:

@@ -40,6 +40,9 @@ class Naive:
     ) -> _Prepared:
         return _Prepared(spans, kind)
 
+    def advance(self, prepared: _Prepared, spans: Spans) -> bool:
+        return False
+
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: ReadableLayer, prepared: _Prepared
     ) -> torch.Tensor:

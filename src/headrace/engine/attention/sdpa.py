@@ -88,6 +88,9 @@ class SDPA:
         buckets.extend(maker.cached(members) for members in maker.similar(np.flatnonzero(cached)))
         return _Prepared(kind, buckets, in_place)
 
+    def advance(self, prepared: _Prepared, spans: Spans) -> bool:
+        return not prepared.buckets and prepared.in_place is not None and prepared.in_place.advance(spans)
+
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Layer, prepared: _Prepared
     ) -> torch.Tensor:

@@ -48,10 +48,16 @@ class HeadBuffer:
         self._factors = None
         if rotation is not None:
             factors = rotation.new_ones(like.shape[0], every, head_dim // 2)
-            factors[:, : heads + kv_heads, : rotation.shape[-1]] = rotation.unsqueeze(1)
+            self._turned = factors[:, : heads + kv_heads, : rotation.shape[-1]]
             self._factors = factors.flatten(1)
+            self.turn(rotation)
         self.q, self.k, self.v = self._flat.view(-1, every, head_dim).split((heads, kv_heads, kv_heads), 1)
         self.kv = self._flat[:, heads * head_dim :]
+
+    def turn(self, rotation: torch.Tensor | None) -> None:
+        """Go on to as many tokens at other positions."""
+        if rotation is not None:
+            self._turned.copy_(rotation.unsqueeze(1))
 
     def fill(self, projected: torch.Tensor) -> None:
         """Take over `projected` [tokens, (heads + 2 * kv_heads) * head_dim], rotated."""
