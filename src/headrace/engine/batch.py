@@ -90,6 +90,11 @@ class Slots:
         self.tokens[slot, at : at + len(tokens)] = tokens
         self.lengths[slot] = at + len(tokens)
 
+    def place_each(self, slots: Ints, tokens: Sequence[int]) -> None:
+        """Append one token to each of different sequences."""
+        self.tokens[slots, self.lengths[slots]] = tokens
+        self.lengths[slots] += 1
+
     def history(self, slot: int, length: int) -> npt.NDArray[np.int32]:
         """The first `length` tokens of a sequence, as a view."""
         return self.tokens[slot, :length]
@@ -97,14 +102,15 @@ class Slots:
     def batch(self, chunks: Sequence[Chunk]) -> Batch:
         """Arrays of one step. Drafts must have been placed."""
         count = len(chunks)
-        slots = np.fromiter((c.slot for c in chunks), np.int64, count)
-        starts = np.fromiter((c.start for c in chunks), np.int64, count)
-        lengths = np.fromiter((c.length for c in chunks), np.int64, count)
-        ends_at = np.cumsum(lengths)
-        first_rows = ends_at - lengths
-        owner = np.repeat(np.arange(count), lengths)
-        positions = np.arange(int(ends_at[-1])) - first_rows[owner] + starts[owner]
-        row_slots = slots[owner]
+        slots, starts, lengths = np.array([(c.slot, c.start, c.length) for c in chunks], np.int64).T.copy()
+        if lengths.max() == 1:
+            first_rows, positions, row_slots = np.arange(count), starts, slots
+        else:
+            ends_at = np.cumsum(lengths)
+            first_rows = ends_at - lengths
+            owner = np.repeat(np.arange(count), lengths)
+            positions = np.arange(int(ends_at[-1])) - first_rows[owner] + starts[owner]
+            row_slots = slots[owner]
         token_ids = self.tokens[row_slots, positions].astype(np.int64)
         block_at, offset = positions // self.block_tokens, positions % self.block_tokens
         write_slots = [
@@ -120,17 +126,19 @@ class Slots:
         """What lies behind a sequence's end in its last block was left by an earlier owner and may not be finite; masked
         keys are still multiplied (by zero), so such a tail is zeroed when its block is begun."""
         last = (ends - 1) // self.block_tokens
+        entered = last * self.block_tokens >= starts
         found = []
+        if not self._replaced and not entered.any():
+            return np.empty(0, np.int64)
         for group, table in enumerate(self.tables):
-            begun = last * self.block_tokens >= starts
+            begun = entered
             if self._replaced:
-                begun |= np.fromiter(
+                begun = entered | np.fromiter(
                     ((group, s, b) in self._replaced for s, b in zip(slots.tolist(), last.tolist(), strict=True)),
                     bool,
                     len(slots),
                 )
-            begun &= ends % self.block_tokens != 0
-            chosen = np.flatnonzero(begun)
+            chosen = np.flatnonzero(begun & (ends % self.block_tokens != 0))
             if len(chosen):
                 offsets = np.arange(self.block_tokens)[None, :]
                 behind = offsets >= (ends[chosen] % self.block_tokens)[:, None]
@@ -142,6 +150,8 @@ class Slots:
 
 def sampling_rows(batch: Batch, chunks: Sequence[Chunk]) -> tuple[Ints, Ints]:
     """Token rows whose logits are sampled and the chunk each belongs to: a chunk's last row, and one more per draft."""
+    if len(batch.positions) == len(chunks) and all(c.sample and not c.drafts for c in chunks):
+        return batch.first_rows, batch.first_rows
     rows, owners = [], []
     for i, chunk in enumerate(chunks):
         if chunk.sample:

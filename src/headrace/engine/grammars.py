@@ -43,6 +43,10 @@ class Grammars:
     def release(self, slot: int) -> None:
         self._matchers.pop(slot, None)
 
+    def __bool__(self) -> bool:
+        """Whether any sequence has one."""
+        return bool(self._matchers)
+
     def follows(self, slot: int) -> bool:
         return slot in self._matchers
 

@@ -15,15 +15,18 @@ class ThreadStep:
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
-        self._finished = threading.Event()
+        # A bare lock, held until the step has ended: an Event is several Python calls and locks on both sides.
+        self._running = threading.Lock()
+        self._running.acquire()
         self._result: StepResult | None = None
         self._error: BaseException | None = None
 
     def done(self) -> bool:
-        return self._finished.is_set()
+        return not self._running.locked()
 
     def result(self) -> StepResult:
-        self._finished.wait()
+        with self._running:
+            pass
         if self._error is not None:
             raise self._error
         assert self._result is not None
@@ -34,7 +37,7 @@ class ThreadStep:
             self._result = step(self.plan)
         except BaseException as error:
             self._error = error
-        self._finished.set()
+        self._running.release()
 
 
 class ThreadExecutor:

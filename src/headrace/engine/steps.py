@@ -52,9 +52,11 @@ class Steps:
         batch = self._slots.batch(chunks)
         rows, owners = sampling_rows(batch, chunks)
         asked = self._prompt_ranges(batch)
-        wanted = [rows, *(first + np.arange(count) for first, count in asked.values())]
+        wanted = rows
+        if asked:
+            wanted = np.concatenate([rows, *(first + np.arange(count) for first, count in asked.values())])
         started = time.perf_counter()
-        for i in self._compute.hidden(batch, np.concatenate(wanted)).tolist():
+        for i in self._compute.hidden(batch, wanted).tolist():
             self._fail(chunks[i].slot, NOT_FINITE)
         logits = self._compute.logits(0, len(rows)) if len(rows) else None
         compute_s = time.perf_counter() - started
@@ -95,19 +97,24 @@ class Steps:
     ) -> dict[int, tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]]:
         """Sample every row and append what was accepted to the slots; tokens and log-probabilities by chunk."""
         slots = self._slots
-        of_chunk = [chunks[i] for i in owners.tolist()]
-        # Row j of a chunk with d drafts continues the sequence after j of them.
-        first_of = {int(i): at for at, i in reversed(list(enumerate(owners.tolist())))}
-        lengths = [
-            c.start + c.length - len(c.drafts) + at - first_of[i]
-            for at, (i, c) in enumerate(zip(owners.tolist(), of_chunk, strict=True))
-        ]
-        row_slots = np.fromiter((c.slot for c in of_chunk), np.int64, len(of_chunk))
-        history = [slots.history(c.slot, n) for c, n in zip(of_chunk, lengths, strict=True)]
+        first_of: dict[int, int] = {}
+        of_row, history = [], []
+        for at, i in enumerate(owners.tolist()):
+            chunk = chunks[i]
+            # Row j of a chunk with d drafts continues the sequence after j of them.
+            row = at - first_of.setdefault(i, at)
+            of_row.append(chunk.slot)
+            history.append(slots.history(chunk.slot, chunk.start + chunk.length - len(chunk.drafts) + row))
         masks, failed = self._grammars.masks({chunks[i].slot: at for i, at in first_of.items()})
         self._broken.update(failed)
+        row_slots = np.array(of_row, np.int64)
         rows = Rows(row_slots, history, slots.prompt_lengths[row_slots], masks)
         sampled = self._compute.sample(logits, rows, self._sampling)
+        if not (self._broken or self._grammars or sampled.errors or sampled.logprobs) and not any(
+            chunks[i].drafts for i in first_of
+        ):
+            slots.place_each(row_slots, sampled.token_ids)
+            return {i: ((sampled.token_ids[at],), ()) for i, at in first_of.items()}
         return {i: self._accept(chunks[i], at, sampled) for i, at in first_of.items()}
 
     def _accept(self, chunk: Chunk, at: int, sampled) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:

@@ -30,16 +30,18 @@ def sample(logits: torch.Tensor, rows: Rows, state: SamplingState) -> Sampled:
     slots = rows.slots
     errors: dict[int, str] = {}
     # The sum of a row is finite exactly if all its entries are (no model's logits overflow fp32 when added).
-    finite = torch.isfinite(logits.sum(-1)).cpu().numpy()
+    finite = np.isfinite(logits.sum(-1).numpy())
     for row in np.flatnonzero(~finite).tolist():
         errors[row] = NOT_FINITE
         logits[row] = 0.0
+    greedy = state.greedy[slots]
+    if not rows.masks and (state.plain[slots] & greedy).all():
+        return Sampled(logits.numpy().argmax(-1).tolist(), errors, {})
     reported = np.flatnonzero(state.reported[slots])
     altered = _altered_rows(rows, state)
     raw = logits[torch.from_numpy(reported)] if len(reported) and len(altered) else None
     if len(altered):
         _alter(logits, altered, rows, state)
-    greedy = state.greedy[slots]
     # numpy's argmax is vectorized; torch's, which reduces pairs of value and index, takes 30 times as long.
     best_ids = torch.from_numpy(logits.numpy().argmax(-1))
     values = logits.gather(1, best_ids[:, None])

@@ -25,7 +25,7 @@ class SlotRules:
 
 
 class SamplingState:
-    """Arrays [slots]; `plain` says that only temperature matters, `greedy` that nothing random does."""
+    """Arrays [slots]; `plain`: logits are sampled as they are and not reported; `greedy`: nothing random matters."""
 
     def __init__(self, max_num_seqs: int) -> None:
         def column(dtype: npt.DTypeLike) -> npt.NDArray:
@@ -45,6 +45,7 @@ class SamplingState:
         self.penalized = column(bool)
         self.biased = column(bool)
         self.reported = column(bool)
+        self.plain = np.ones(max_num_seqs, bool)
         self.rules = [SlotRules() for _ in range(max_num_seqs)]
 
     def admit(self, slot: int, s: Sampling) -> None:
@@ -68,3 +69,6 @@ class SamplingState:
         if s.min_tokens:
             rules.held_ids = np.fromiter(sorted(s.stopping_ids), np.int64)
         self.rules[slot] = rules
+        self.plain[slot] = not (
+            self.penalized[slot] or self.biased[slot] or self.reported[slot] or self.min_tokens[slot] > 0
+        )
