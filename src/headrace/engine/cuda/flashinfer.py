@@ -33,8 +33,9 @@ INT_WORKSPACE_BYTES = 8 * MIB
 Ints = npt.NDArray[np.int64]
 
 
-def unfit(spec: ModelSpec, weights: str, kv: str, device: torch.device) -> str | None:
-    """Why flashinfer cannot compute this model's attention here, in one line; None if it can."""
+def unfit(spec: ModelSpec, computed: str, kv: str, device: torch.device) -> str | None:
+    """Why flashinfer cannot compute this model's attention here, in one line; None if it can. `computed`: the activations'
+    precision."""
     if find_spec("flashinfer") is None:
         return f"the package is not installed (pip install {PACKAGE})"
     if device.type != "cuda":
@@ -43,10 +44,10 @@ def unfit(spec: ModelSpec, weights: str, kv: str, device: torch.device) -> str |
         if layer.mixer.head_dim not in HEAD_DIMS:
             known = ", ".join(map(str, HEAD_DIMS))
             return f"layer {i}: it has kernels for heads of {known} dimensions, not of {layer.mixer.head_dim}"
-    if weights not in ("bf16", "fp16"):
-        return f"it computes in bf16 and fp16, not in {weights}"
-    if kv != weights:
-        return f"it reads a KV cache of the weights' precision here ({weights}), not {kv}"
+    if computed not in ("bf16", "fp16"):
+        return f"it computes in bf16 and fp16, not in {computed}"
+    if kv != computed:
+        return f"it reads a KV cache in the precision computed in ({computed}) here, not {kv}"
     try:
         version = str(importlib.import_module("flashinfer").__version__)
     except Exception as error:  # whatever a broken installation raises
