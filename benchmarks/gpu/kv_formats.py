@@ -24,7 +24,7 @@ from headrace.spec.config import EngineConfig
 from headrace.spec.locate import locate
 
 FORMATS = ("bf16", "fp8", "int8")
-BLOCK_TOKENS, SEQS, LENGTH = 16, 64, 16640
+BLOCK_TOKENS, SEQS, LENGTH = 16, 72, 16640
 POOL_BYTES = 36 * 10**9
 DECODE = (
     (1, 512),
