@@ -65,6 +65,21 @@ def test_time_is_conserved_in_a_closed_loop():
     assert waited + held == pytest.approx(31 * times.prompt_s, rel=0.02)
 
 
+def test_a_request_waits_for_the_start_and_for_prompts_it_meets():
+    """Long answers: only the first of ten rounds waits, for half of the others. Short ones: the engine is mostly prefilling."""
+    t = traffic(resolve(Inputs(model="llama-3.1-8b", gpu="h100-sxm-80", isl=1024, osl=512, concurrency=64)))
+    e = efficiency({}, "vllm", "hopper", "bf16")
+
+    def ahead(osl):
+        times = closed_loop(replace(t.loop, osl=float(osl)), t.peaks, e)
+        return (times.ttft_s - e.prompt_s - 0.5 * times.decode_s - times.alone_s) / times.prompt_s
+
+    assert ahead(10**7) == pytest.approx(63 / 20, rel=1e-3)
+    assert ahead(10**7) < ahead(512) < ahead(16) <= 63
+    one = closed_loop(replace(t.loop, running=1.0), t.peaks, e)
+    assert one.ttft_s == pytest.approx(e.prompt_s + 0.5 * one.decode_s + one.alone_s, rel=1e-6)
+
+
 def test_requests_beyond_memory_wait():
     inputs = Inputs(model="llama-3.1-70b", gpu="h200-sxm-141", weights="fp8", isl=8192, osl=1024, engine="vllm")
     d = resolve(inputs)

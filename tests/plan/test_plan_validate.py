@@ -58,7 +58,7 @@ def test_errors_are_no_worse_than_reported(scores):
     # Cross-validated by family; docs/planner.md says which families miss the targets.
     assert scores["tpot"]["mape"] < 0.20
     assert scores["tpot"]["median"] < 0.15
-    assert scores["ttft"]["mape"] < 0.405
+    assert scores["ttft"]["mape"] < 0.38
     assert scores["cross_validated_rows"] > 300
 
 

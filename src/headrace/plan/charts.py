@@ -14,13 +14,12 @@ from headrace.plan.calibration import shipped
 from headrace.plan.costs.work import compute_precision
 from headrace.plan.deployment import Inputs, resolve
 from headrace.plan.fit import Fit, make_pool, rank_memory
-from headrace.plan.perf import engine_efficiency, perf_deployment
+from headrace.plan.perf import LOADS, engine_efficiency, perf_deployment
 from headrace.plan.search import Ranking
 from headrace.plan.workload import traffic, units
 from headrace.spec.workload import Slo
 
 WIDTH, HEIGHT = 560, 260
-LOADS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def _chart(rows: Sequence[dict[str, Any]], title: str) -> Any:

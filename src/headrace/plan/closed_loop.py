@@ -3,6 +3,10 @@
 Per cycle of one request the engine runs `osl` decode steps and one prefill for each request in flight. A request waits
 for part of the other prefills before its first token and is held up by the rest between its tokens: the two shares add up
 to all of them, so time is conserved. Requests beyond what memory or the engine admits wait outside (Little's law).
+
+How many prefills lie ahead has two causes. A measured run starts all its requests at once, so those of the first of `ROUNDS` rounds
+wait for half of the others. Later ones arrive when a request ends: such a moment falls into prefilling with a chance
+equal to the share of time that prefilling takes, and then `wave` x others ** `spread` prompts are before it.
 """
 
 from __future__ import annotations
@@ -11,6 +15,9 @@ from dataclasses import dataclass
 
 from headrace.plan.costs.roofline import Efficiency, Number, Peaks, step_seconds
 from headrace.plan.costs.work import Work
+
+ROUNDS = 10.0
+"""Requests of a measured run over those in flight: the custom of public benchmarks (InferenceX asks for ten)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +62,9 @@ def closed_loop(loop: Loop, p: Peaks, e: Efficiency) -> Times:
     prompt = step_seconds(loop.prefill, p, e) / loop.prompts
     others = loop.running / loop.replicas_in_step - 1.0
     others = others * (others > 0)
-    ahead = e.wave * (others + 1e-9) ** e.spread
+    prefilling = (others + 1.0) * prompt
+    busy = prefilling / (prefilling + decode * loop.osl / loop.tokens_per_step)
+    ahead = others / (2.0 * ROUNDS) + busy * e.wave * (others + 1e-9) ** e.spread
     ahead = ahead * (ahead < others) + others * (ahead >= others)
     gaps = loop.osl - 1.0 + (loop.osl <= 1.0)
     decoding = decode * gaps / loop.tokens_per_step

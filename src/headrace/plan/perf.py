@@ -17,6 +17,9 @@ from headrace.plan.workload import Traffic, traffic
 from headrace.spec.hardware import Gpu
 from headrace.spec.prediction import Figure, Grade, Prediction
 
+LOADS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Requests in flight that a picture of one deployment shows."""
+
 
 class Performance(msgspec.Struct, frozen=True):
     """Predicted means of a closed loop at the stated concurrency.

@@ -47,7 +47,7 @@ class Efficiency:
     layer, `indexer_s` per layer with a sparse-attention indexer,
     `eager_*` the same in steps that are not replayed from a graph, `step_s` per step, `row_s` per sequence and
     step, `prompt_s` per request before its first step. `wave`, `spread`: of the other prompts in flight, how many a
-    request waits for: wave x (others) ** spread.
+    request that arrives during prefilling waits for: wave x (others) ** spread.
     """
 
     gemm16: Number
@@ -92,7 +92,7 @@ BASE = {
     "step_s": 6e-4,
     "row_s": 4e-6,
     "prompt_s": 0.02,
-    "wave": 0.45,
+    "wave": 1.0,
     "spread": 0.75,
     "indexer_s": 1e-4,
 }

@@ -14,10 +14,9 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from headrace.base.errors import HeadraceError, InvalidInput
-from headrace.plan.charts import LOADS
 from headrace.plan.deployment import Inputs, resolve
 from headrace.plan.fit import fit_deployment, make_pool, rank_memory
-from headrace.plan.perf import perf_deployment
+from headrace.plan.perf import LOADS, perf_deployment
 from headrace.spec import engine_facts, hardware, models
 from headrace.spec.precision import KV_PRECISIONS
 from headrace.spec.workload import PRESETS
