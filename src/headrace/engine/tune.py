@@ -121,11 +121,11 @@ def candidates(bucket: int, shape: Shape, sms: int, *, tma: bool) -> Iterator[Ge
 
 
 def quantized_candidates(bucket: int, shape: Shape, w: QuantMatrix, sms: int) -> Iterator[GemmConfig]:
-    """The same for quantized weights, whose unpacking takes many warps; those of 4 bits are unpacked by at most two together."""
+    """The same for quantized weights, whose unpacking takes many warps."""
     least = max(w.group, 2 * w.chunk_bytes) if w.kind <= NF4_CODES.value else max(w.group, 64)
-    shapes = [(16, 1), (32, 2), (64, 2)] if bucket <= 32 else [(32, 2), (64, 2), (128, 2)]
-    if w.kind > NF4_CODES.value and bucket >= 64:
-        shapes += [(64, 4), (128, 8)]
+    shapes = [(16, 1), (32, 2), (64, 2)]
+    if bucket >= 64:
+        shapes = [(32, 2), (64, 4), (128, 4), (128, 8)]
     for (block_n, warps), block_k, split, stages in itertools.product(
         shapes, (128, 256) if bucket <= 32 else (128,), (1, 2, 4, 8), (3, 4, 6) if bucket <= 32 else (2, 3, 4)
     ):
@@ -172,9 +172,9 @@ def measure_quantized(
         rows, bench = (1 if bucket == buckets[0] else bucket), benches[shape]
         tried = [c for c in work[bucket, shape] if ((bucket, shape), c) in good]
         timed = sorted(
-            (graph_us(lambda c=c, b=bench: b.run(rows, c), len(bench.weights), 3), i) for i, c in enumerate(tried)
+            (graph_us(lambda c=c, b=bench, r=rows: b.run(r, c), len(bench.weights), 3), i) for i, c in enumerate(tried)
         )
-        other = graph_us(lambda b=bench: b.otherwise(rows), len(bench.weights), 3)
+        other = graph_us(lambda b=bench, r=rows: b.otherwise(r), len(bench.weights), 3)
         best = timed[0][0] if timed else float("inf")
         report(
             f"{form.name} {bucket:3d} {shape.role:5s} {shape.columns}x{shape.inner}: {best:.1f} us "

@@ -15,7 +15,6 @@ from headrace.engine.kernels.quantized import (
     CHUNK,
     NESTED,
     QuantMatrix,
-    places,
 )
 from headrace.engine.kernels.unpack import FP8, INT4, INT8, MXFP4, NF4_CODES
 from headrace.engine.quant.formats import Packed
@@ -91,12 +90,8 @@ def _codes(packed: Packed, kind: int) -> torch.Tensor:
     low, high = stored & 15, stored >> 4
     pair = (high, low) if kind == NF4_CODES.value else (low, high)
     chunk = CHUNK if columns % (2 * CHUNK) or packed.form.spec.group_size == 32 else 2 * CHUNK
-    codes = torch.stack(pair, -1).view(rows, columns // chunk, 2, chunk // 8, 4)
-    out = torch.zeros(columns // chunk, rows, chunk // 8, 4, dtype=torch.uint8, device=stored.device)
-    for half, nibbles in enumerate(places(kind)):
-        for i, nibble in enumerate(nibbles):
-            out[..., nibble // 2] |= codes[:, :, half, :, i].transpose(0, 1) << 4 * (nibble % 2)
-    return out.view(columns // chunk, rows, chunk // 2)
+    codes = torch.stack(pair, -1).view(rows, columns // chunk, 2, chunk // 2)
+    return (codes[:, :, 0] | codes[:, :, 1] << 4).transpose(0, 1).contiguous()
 
 
 def _zeros(packed: Packed) -> torch.Tensor:

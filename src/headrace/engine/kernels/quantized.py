@@ -6,10 +6,9 @@ right one. Scales never touch a weight: a group's products are summed apart and 
 z · Σ x off a group's sum; Σ x comes from a product with ones.
 
 Layouts. Codes of 8 bits lie in rows as in their format. Those of 4 bits are permuted when a matrix is loaded: inputs in chunks,
-[inputs / chunk, outputs, chunk / 2 bytes], so that what a program reads at once is one run, four bytes hold four weights of
-the chunk's first half and four of its second, and their places are such that a register is unpacked with few operations
-(`places`). Chunks are of 128 inputs, of 64 where a group is of 32 or the inputs are no multiple of 128. Scales lie by group,
-[groups, outputs].
+[inputs / chunk, outputs, chunk / 2 bytes], so that what a program reads at once is one run, and a byte holds a weight of the
+chunk's first half below one of its second, so that a tile's bytes are the two tiles of either half. Chunks are of 128
+inputs, of 64 where a group is of 32 or the inputs are no multiple of 128. Scales lie by group, [groups, outputs].
 """
 
 from __future__ import annotations
@@ -34,13 +33,6 @@ BY_ROW, BY_PART, BY_GROUP, BY_EXPONENT, BY_NESTED = (tl.constexpr(i) for i in ra
 """What a scale is: fp32 of an output, of each of up to three matrices joined, a float of a group, a power of two of a group, an
 8-bit code of a group with one fp32 for 256 of them."""
 NESTED = tl.constexpr(256)
-
-
-def places(kind: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """In which nibbles of four bytes the four weights of either half of a chunk lie."""
-    if kind == NF4_CODES.value:
-        return (0, 1, 2, 3), (4, 5, 6, 7)
-    return (0, 4, 1, 5), (2, 6, 3, 7)
 
 
 @triton.jit
@@ -79,15 +71,10 @@ def _codes4(codes, row, inside, rows_total, chunk, BYTES: tl.constexpr, EVEN: tl
 
 @triton.jit
 def _plain4(codes, table, row, inside, rows_total, chunk, KIND: tl.constexpr, HALF: tl.constexpr, BYTES: tl.constexpr):
-    """fp32 values [outputs, BYTES] of half a chunk, each code looked up where `places` has it."""
-    i = tl.arange(0, BYTES)
-    if KIND == NF4_CODES:
-        byte, shift = i % 4 // 2 + 2 * HALF, i % 2 * 4
-    else:
-        byte, shift = i % 2 * 2 + HALF, i % 4 // 2 * 4
-    at = codes + (chunk.to(tl.int64) * rows_total + row[:, None]) * BYTES + (i // 4 * 4 + byte)[None, :]
+    """fp32 values [outputs, BYTES] of half a chunk."""
+    at = codes + (chunk.to(tl.int64) * rows_total + row[:, None]) * BYTES + tl.arange(0, BYTES)[None, :]
     code = tl.load(at, inside[:, None], 0).to(tl.uint8, bitcast=True).to(tl.int32)
-    return valued(code >> shift[None, :] & 15, table, KIND)
+    return valued(code >> (4 * HALF) & 15, table, KIND)
 
 
 @triton.jit
@@ -170,25 +157,23 @@ def _multiplied(
 
 @triton.jit
 def _ahead(
-    codes, scales, row, inside, rows_total, inner, begin, stop, KIND: tl.constexpr, SCALE: tl.constexpr,
-    GROUP: tl.constexpr, SHARED: tl.constexpr, BYTES: tl.constexpr,
+    codes, scales, row0, rows_total, inner, begin, stop, KIND: tl.constexpr, GROUP: tl.constexpr,
+    SHARED: tl.constexpr, BYTES: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Bring the first codes and all scales of groups into the L2 cache."""
+    """Bring the first 16 or 32 KiB of codes, and the first scales of groups, into the L2 cache, no line twice on purpose: many
+    requests for one line would wait for each other."""
     if KIND <= NF4_CODES:
-        ROWS: tl.constexpr = 128 // BYTES  # of a cache line
-        chunks = begin // (2 * BYTES) + tl.arange(0, 256 // BYTES // 2)
-        within = (chunks[:, None] * (2 * BYTES) < stop) & inside[None, :] & (row[None, :] % ROWS == 0)
-        at = codes + chunks.to(tl.int64)[:, None] * (rows_total * BYTES) + row[None, :] * BYTES
-        prefetch(tl.where(within, at, codes))
+        LINES: tl.constexpr = BLOCK_N * BYTES // 128  # of a chunk
+        i = tl.arange(0, 128)
+        chunk = tl.minimum(begin // (2 * BYTES) + i // LINES, stop // (2 * BYTES) - 1)
+        prefetch(codes + chunk.to(tl.int64) * (rows_total * BYTES) + row0 * BYTES + i % LINES * 128)
     else:
-        lines = begin + tl.arange(0, 4) * 128
-        within = (lines[:, None] < stop) & inside[None, :]
-        at = codes + row.to(tl.int64)[None, :] * inner + lines[:, None]
-        prefetch(tl.where(within, at, codes))
+        i = tl.arange(0, 256)
+        k = tl.minimum(begin + i // BLOCK_N * 128, stop - 1)
+        prefetch(codes + (row0 + i % BLOCK_N).to(tl.int64) * inner + k)
     if GROUP > 0 and SHARED == 1:
-        group = begin // GROUP + tl.arange(0, 32)
-        within = (group[:, None] * GROUP < stop) & inside[None, :] & (row[None, :] % 32 == 0)
-        prefetch(tl.where(within, scales + group[:, None] * rows_total + row[None, :], scales))
+        group = tl.minimum(begin // GROUP + tl.arange(0, 32), stop // GROUP - 1)
+        prefetch(scales + group * rows_total + row0)
 
 
 @triton.jit(do_not_specialize=["rows", "eps", "scale", "count", "first", "second"])
@@ -210,11 +195,11 @@ def _quantized(
     stop = tl.minimum(begin + steps * BLOCK_K, inner)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        _ahead(codes, scales, n, n_inside, rows_total, inner, begin, stop, KIND, SCALE, GROUP, SHARED, BYTES)
-        if PAIR:
-            _ahead(
-                codes, scales, columns + n, n_inside, rows_total, inner, begin, stop, KIND, SCALE, GROUP, SHARED, BYTES
-            )  # fmt: skip
+        if EVEN:
+            n0 = tile * BLOCK_N
+            _ahead(codes, scales, n0, rows_total, inner, begin, stop, KIND, GROUP, SHARED, BYTES, BLOCK_N)
+            if PAIR:
+                _ahead(codes, scales, columns + n0, rows_total, inner, begin, stop, KIND, GROUP, SHARED, BYTES, BLOCK_N)
         tl.extra.cuda.gdc_wait()
     acc = _multiplied(
         x, codes, scales, zeros, nested, offsets, tables, tl.zeros([BLOCK_N, BLOCK_M], tl.float32), n, n_inside,
@@ -346,8 +331,6 @@ def quantized_gemm(
     assert inner % (c.block_k * c.split_k) == 0
     assert c.block_k % max(w.group, 2 * w.chunk_bytes) == 0
     assert rows <= MAX_ROWS.value
-    # A warp group's tensor cores want neighbours of a row two by two, and a register of 4-bit codes holds four.
-    assert w.kind > NF4_CODES.value or c.num_warps < 4
     assert c.split_k == 1 or c.split_k * block_m * w.shape[0] <= work.parts.numel()
     assert c.split_k == 1 or tiles <= work.counters.numel()
     some = work.parts

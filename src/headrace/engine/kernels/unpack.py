@@ -1,7 +1,7 @@
 """Codes of quantized weights to bf16, a register of four bytes at a time; what no instruction set offers is made of bit moves.
 
-Each function takes bytes [..., n] and gives the values of n codes, scales left out. Of 4-bit codes a byte holds two, and which
-weights they are is a matter of the layout (`headrace.engine.kernels.quantized`): `HALF` 0 or 1 asks for one half of them.
+Each function takes bytes [..., n] and gives the values of n codes, scales left out. Of 4-bit codes a byte holds two: `HALF` 0
+asks for the low ones, 1 for the high ones.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ def _bf16_bytes() -> tuple[list[int], list[int]]:
 
 def _nf4(half: int) -> str:
     low, high = _bf16_bytes()
-    first = "mov.b32 w, $2;" if half == 0 else "shr.b32 w, $2, 16;"
     # A selector's nibble addresses eight bytes with three bits; the fourth bit then chooses between two such tables.
     return f"""{{
         .reg .b32 w, m, f, a, b, lo, hi;
-        {first}
-        and.b32 m, w, 0x7777;
+        {"mov.b32 w, $2;" if half == 0 else "shr.b32 w, $2, 4;"}
+        and.b32 m, w, 0x07070707;
+        shr.b32 a, m, 4;
+        or.b32 m, m, a;
+        prmt.b32 m, m, 0, 0x4420;
         shl.b32 f, w, 4;
-        prmt.b32 f, f, w, 0xD9C8;
+        prmt.b32 f, f, 0, 0xBA98;
         prmt.b32 a, {low[0]}, {low[1]}, m;
         prmt.b32 b, {low[2]}, {low[3]}, m;
         lop3.b32 lo, f, b, a, 0xCA;
@@ -43,30 +45,31 @@ def _nf4(half: int) -> str:
     }}"""
 
 
+_PAIRS = (("0x4140", "$0"), ("0x4342", "$1"))
+"""Two bytes of four into the low bytes of a register's halves, and where their values go."""
+
+
 def _int4(half: int) -> str:
-    shifts = (0, 4) if half == 0 else (8, 12)
     # A code in the mantissa of 128 is 128 + code; less 136 it is the signed code.
     lines = "".join(
-        f"shr.b32 t, $2, {s}; lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; fma.rn.bf16x2 {to}, t, one, less;"
-        for s, to in zip(shifts, ("$0", "$1"), strict=True)
+        f"prmt.b32 t, w, 0, {selector}; lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; fma.rn.bf16x2 {to}, t, one, less;"
+        for selector, to in _PAIRS
     )
     return f"""{{
-        .reg .b32 t, one, less;
+        .reg .b32 w, t, one, less;
         mov.b32 one, 0x3F803F80;
         mov.b32 less, 0xC308C308;
+        shr.b32 w, $2, {4 * half};
         {lines}
     }}"""
 
 
 def _mxfp4(half: int) -> str:
-    def shift(to: str, by: int) -> str:
-        return f"shl.b32 {to}, $2, {by};" if by >= 0 else f"shr.b32 {to}, $2, {-by};"
-
     # Sign to bit 15, exponent and mantissa to bits 6-8: a bf16 too small by 2^126, subnormals included.
     lines = "".join(
-        f"{shift('s', 12 - p)} {shift('t', 6 - p)} and.b32 t, t, 0x01C001C0; "
-        f"lop3.b32 t, s, 0x80008000, t, 0xEA; fma.rn.bf16x2 {to}, t, grow, none;"
-        for p, to in zip((0, 4) if half == 0 else (8, 12), ("$0", "$1"), strict=True)
+        f"prmt.b32 t, $2, 0, {selector}; shl.b32 s, t, {12 - 4 * half}; shl.b32 t, t, {6 - 4 * half}; "
+        f"and.b32 t, t, 0x01C001C0; lop3.b32 t, s, 0x80008000, t, 0xEA; fma.rn.bf16x2 {to}, t, grow, none;"
+        for selector, to in _PAIRS
     )
     return f"""{{
         .reg .b32 s, t, grow, none;
@@ -81,7 +84,7 @@ def _int8() -> str:
     lines = "".join(
         f"prmt.b32 t, $2, 0, {selector}; lop3.b32 c, t, 0x007F007F, 0x43004300, 0xEA;"
         f"lop3.b32 t, t, 0x00800080, 0x43004300, 0xEA; fma.rn.bf16x2 {to}, t, minus, c;"
-        for selector, to in (("0x4140", "$0"), ("0x4342", "$1"))
+        for selector, to in _PAIRS
     )
     return f"""{{
         .reg .b32 t, c, minus;
@@ -118,7 +121,7 @@ def _asm(packed, CODE: tl.constexpr):
 
 @triton.jit
 def unpacked(packed, KIND: tl.constexpr, HALF: tl.constexpr):
-    """bf16 values of bytes as they lie in registers, four neighbours of a row at a time."""
+    """bf16 values of bytes."""
     if KIND == INT8:
         return _asm(packed, _INT8)
     elif KIND == FP8:
