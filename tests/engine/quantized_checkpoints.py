@@ -10,6 +10,7 @@ import json
 import warnings
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import blake2b
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -240,27 +241,39 @@ def is_matrix(name: str) -> bool:
     return name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight"))
 
 
+_PACKED: dict[tuple, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = {}
+
+
+def _packed(path, kind: str, skip: tuple) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Stored tensors and their values; the same file is packed once per kind, since that takes longest."""
+    key = (blake2b(path.read_bytes()).digest(), kind, skip)
+    if key not in _PACKED:
+        stored: dict[str, torch.Tensor] = {}
+        values: dict[str, torch.Tensor] = {}
+        for name, tensor in load_file(path).items():
+            module = name.removesuffix(".weight")
+            if not is_matrix(name) or module in skip:
+                stored[name] = values[name] = tensor
+                continue
+            packed = KINDS[kind].pack(tensor.float())
+            stored |= {f"{module}.{key}": value for key, value in packed.tensors.items()}
+            values[name] = packed.values
+        _PACKED[key] = stored, values
+    stored, values = _PACKED[key]
+    return {name: tensor.clone() for name, tensor in stored.items()}, dict(values)
+
+
 def quantize_folder(folder, kind: str, *, skip=(), change=None, config=None) -> dict[str, torch.Tensor]:
     """Rewrite the checkpoint in `folder` as one of `kind`, but for modules in `skip`; returns all its values in fp32.
 
     `change(tensors)` damages the stored tensors, `config` the quantization config.
     """
-    made = KINDS[kind]
-    stored: dict[str, torch.Tensor] = {}
-    values: dict[str, torch.Tensor] = {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        module = name.removesuffix(".weight")
-        if not is_matrix(name) or module in skip:
-            stored[name] = values[name] = tensor
-            continue
-        packed = made.pack(tensor.float())
-        stored |= {f"{module}.{key}": value.clone() for key, value in packed.tensors.items()}
-        values[name] = packed.values
+    stored, values = _packed(folder / "model.safetensors", kind, tuple(skip))
     if change is not None:
         change(stored)
     save_file(stored, folder / "model.safetensors")
     path = folder / "config.json"
     table = json.loads(path.read_text())
-    table["quantization_config"] = made.config | (config or {})
+    table["quantization_config"] = KINDS[kind].config | (config or {})
     path.write_text(json.dumps(table))
     return values

@@ -35,13 +35,20 @@ def refuse(form: Format, shapes: dict[str, tuple[int, ...]]) -> None:
         return
     for name, shape in shapes.items():
         if shape[-1] % form.spec.group_size:
-            fits = [n for n in (128, 64, 32) if all(s[-1] % n == 0 for s in shapes.values())]
+            fits = _whole(form, {s[-1] for s in shapes.values()})
             raise InvalidInput(
                 f"tensor {name!r} has {shape[-1]} inputs, which groups of {form.spec.group_size} do not divide; "
                 "compressed-tensors wants whole groups",
                 field="weights",
-                remedy=f"use groups of {fits[0]}" if fits else "use a format with a scale per output",
+                remedy="use " + " or ".join(fits) if fits else "use a format with a scale per output",
             )
+
+
+def _whole(form: Format, widths: set[int]) -> list[str]:
+    """Names of the same format with other groups, larger first, that divide all `widths`."""
+    sizes = [n for n in (128, 64, 32) if not any(width % n for width in widths)]
+    others = [form.name.replace(f"_g{form.spec.group_size}", f"_g{n}") for n in sizes]
+    return [name for name in others if name in known()]
 
 
 def tensors(packed: Packed, scales: torch.dtype) -> dict[str, torch.Tensor]:
