@@ -1,4 +1,4 @@
-"""Generate the table "format → bytes, speed, loss" of `docs/quantization.md` from the records of `run.py`.
+"""Generate the table "format → bytes, speed, loss" of `docs/quantization.md` from the records of `run.py` and `speed.py`.
 
 python benchmarks/quality/table.py            # write the section, and table.json beside the records
 python benchmarks/quality/table.py --check    # fail if either is not what the records say
@@ -26,7 +26,7 @@ Row = dict[str, Any]
 def load(folder: Path) -> list[dict[str, Any]]:
     """All records, by model, then backend."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json")) if path.name != "table.json"]
-    return sorted(found, key=lambda r: (r["report"]["model"], r["command"]))
+    return sorted(found, key=lambda r: (r["report"]["model"], r["report"]["formats"][0]["backend"]))
 
 
 def rows(record: dict[str, Any]) -> list[Row]:
@@ -93,21 +93,33 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
+def _measured(record: dict[str, Any]) -> str:
+    """When, where and by which commands losses and speeds were measured."""
+    runs, speed = record["runs"], record["speed"]
+    commands = ", ".join(f"`{c}`" for c in dict.fromkeys(run["command"] for run in runs))
+    losses = f"Losses: {runs[0]['machine']['cpu']}, {', '.join(sorted({run['date'] for run in runs}))}, {commands}."
+    if speed is None:
+        return f"{losses} Speeds are not measured yet."
+    return (
+        f"{losses} Speeds: {speed['machine']['cpu']}, {speed['threads']} threads on {speed['machine']['cpus']} CPUs, "
+        f"{speed['date']}, `{speed['command']}`; load average before each at most {max(speed['load_1m']):.1f}."
+    )
+
+
 def section(records: list[dict[str, Any]]) -> str:
     """The Markdown between the marks."""
     if not records:
         return "No records yet."
     parts = []
     for record in records:
-        report, machine = record["report"], record["machine"]
+        report = record["report"]
         table = [_cells(row) for row in rows(record)]
         parts += [
             f"### {report['model']}, {report['formats'][0]['backend']} backend\n",
             f"Reference: {report['reference']}; its perplexity is {_spread(report['unquantized']['perplexity'], '.2f')}. "
             f"{report['scored_tokens']:,} tokens of {report['text']} in {report['windows']} windows of {report['window']}, "
             f"stride {report['stride']}; {report['prompts']} greedy answers of {report['agreement_limit']} tokens; "
-            f"{report['questions']} questions. {machine['cpu']}, {machine['cpus']} CPUs, {record['date']}: "
-            f"`{record['command']}`.\n",
+            f"{report['questions']} questions. {_measured(record)}\n",
             "| " + " | ".join(HEAD) + " |",
             "|---" + "|---:" * (len(HEAD) - 1) + "|",
             *("| " + " | ".join(cells) + " |" for cells in table),

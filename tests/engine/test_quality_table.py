@@ -35,8 +35,15 @@ def entry(weights: str, size: int, speed: float, kl: float, **changes) -> dict:
 
 def record(*formats: dict) -> dict:
     return {
-        "command": "python benchmarks/quality/run.py toy native", "date": "2026-01-01", "seconds": 1.0,
-        "machine": {"cpu": "a CPU", "cpus": 2}, "settings": {},
+        "model": "toy", "settings": {},
+        "runs": [{
+            "command": "python benchmarks/quality/run.py toy native", "date": "2026-01-01", "seconds": 1.0,
+            "machine": {"cpu": "a CPU"},
+        }],
+        "speed": {
+            "command": "python benchmarks/quality/speed.py", "date": "2026-01-02", "threads": 2, "load_1m": [0.1, 0.4],
+            "machine": {"cpu": "a CPU", "cpus": 2},
+        },
         "report": {
             "model": "toy", "text": "a text", "window": 512, "stride": 256, "windows": 3, "scored_tokens": 1000, "prompts": 4,
             "prompt_tokens": 48, "agreement_limit": 64, "questions": 60, "reference": "fp32 by torch",
@@ -90,6 +97,7 @@ def test_the_section_is_written_once_and_checked(place, capsys) -> None:
         in written
     )
     assert "| native int8 / fp16 |" in written
+    assert "2026-01-02, `python benchmarks/quality/speed.py`; load average before each at most 0.4." in written
     assert table.main(arguments) == 0
     assert page.read_text() == written
     assert table.main([*arguments, "--check"]) == 0
@@ -119,3 +127,13 @@ def test_what_stands_behind_the_section_stays(place) -> None:
 @pytest.mark.skipif(not table.load(table.RECORDS), reason="no records of quality yet")
 def test_the_page_is_what_the_records_say() -> None:
     assert table.main(["--check"]) == 0
+
+
+def test_rows_without_a_speed_are_shown_and_never_dominate() -> None:
+    unknown = {"speed": None}
+    found = record(entry("a", 1000, 20, 0.02, **unknown), entry("b", 900, 20, 0.01, **unknown))
+    found["speed"] = None
+    assert [row["dominated_by"] for row in table.rows(found)] == [None, None, None]
+    text = table.section([found])
+    assert "Speeds are not measured yet." in text
+    assert "| – | – |" in text

@@ -15,6 +15,9 @@ from headrace.base.units import format_bytes
 
 Rows = npt.NDArray[np.float32]
 
+IN_CACHE = 1 << 18
+"""Logits of one distribution that are worked on at once: six arrays of so many fp32 stay near the core."""
+
 
 @dataclass(frozen=True, slots=True)
 class Distance:
@@ -26,11 +29,17 @@ class Distance:
 
 def distance(reference: Rows, other: Rows) -> Distance:
     """KL(reference ‖ other) = Σ p (log p − log q) over the whole vocabulary, both given as logits [rows, vocab]."""
+    at_once = max(1, IN_CACHE // reference.shape[1])
+    kl = [_kl(reference[i : i + at_once], other[i : i + at_once]) for i in range(0, len(reference), at_once)]
+    return Distance(np.concatenate([np.empty(0), *kl]), reference.argmax(-1) != other.argmax(-1))
+
+
+def _kl(reference: Rows, other: Rows) -> npt.NDArray[np.float64]:
     log_p, log_q = _log_softmax(reference), _log_softmax(other)
     p = np.exp(log_p)
     with np.errstate(invalid="ignore"):  # a token that neither allows: −inf − −inf, with weight 0
         terms = np.where(p > 0, p * (log_p - log_q), 0)
-    return Distance(terms.sum(-1, dtype=np.float64), reference.argmax(-1) != other.argmax(-1))
+    return terms.sum(-1, dtype=np.float64)
 
 
 def _log_softmax(logits: Rows) -> Rows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -141,12 +141,13 @@ def measure(
     reference: str = "auto",
     scratch: Path,
     files: ModelFiles | None = None,
+    each: Callable[[QualityReport], None] | None = None,
 ) -> QualityReport:
     """Compare `formats`, (weights, KV) as in `EngineConfig`, with the unquantized model on backend `reference`.
 
     The reference's logits, 4 bytes per scored token and entry of the vocabulary, lie in an unnamed file in `scratch`.
-    One model is in memory at a time. Raises what loading raises, and InvalidInput for a text or sizes that do not go
-    together.
+    One model is in memory at a time. `each` is called with the report so far after every format. Raises what loading
+    raises, and InvalidInput for a text or sizes that do not go together.
     """
     files = files or locate(config.model, revision=config.revision)
     spec = files.spec()
@@ -156,6 +157,24 @@ def measure(
         )
     material = prepare(text, questions, load_tokenizer(files), settings)
     base, said = unquantized(config, files, reference)
+
+    def so_far() -> QualityReport:
+        return QualityReport(
+            model=files.name,
+            text=text_name,
+            window=settings.window,
+            stride=settings.stride,
+            windows=len(material.windows),
+            scored_tokens=material.first_rows[-1],
+            prompts=len(material.prompts),
+            prompt_tokens=settings.prompt_tokens,
+            agreement_limit=settings.agreement,
+            questions=len(questions),
+            reference=said,
+            unquantized=reports[0],
+            formats=tuple(reports[1:]),
+        )
+
     kept = LogitsFile(material.first_rows[-1], spec.vocab_size, scratch)
     try:
         log.info("reference: %s", said)
@@ -169,23 +188,24 @@ def measure(
             reports.append(_report(found, first, material))
             del found
             gc.collect()
+            if each is not None:
+                each(so_far())
     finally:
         kept.close()
-    return QualityReport(
-        model=files.name,
-        text=text_name,
-        window=settings.window,
-        stride=settings.stride,
-        windows=len(material.windows),
-        scored_tokens=material.first_rows[-1],
-        prompts=len(material.prompts),
-        prompt_tokens=settings.prompt_tokens,
-        agreement_limit=settings.agreement,
-        questions=len(questions),
-        reference=said,
-        unquantized=reports[0],
-        formats=tuple(reports[1:]),
-    )
+    return so_far()
+
+
+def measure_speed(config: EngineConfig, text: str, settings: Settings, files: ModelFiles | None = None) -> Speed:
+    """One sequence alone, as in `measure`, without any loss: a prompt of one window of the text, and a greedy answer."""
+    if not settings.speed_repeats:
+        raise InvalidInput("must be at least 1", field="speed_repeats")
+    files = files or locate(config.model, revision=config.revision)
+    material = prepare(text, (), load_tokenizer(files), settings)
+    backend, _ = choose_backend(config, files)
+    with _evaluator(backend.load(files, config), material, settings) as evaluator:
+        found = _speed(evaluator, material, settings)
+    assert found is not None
+    return found
 
 
 def expand(config: EngineConfig, files: ModelFiles, weights: Sequence[str], kv: Sequence[str]) -> list[tuple[str, str]]:
