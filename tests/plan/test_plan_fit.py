@@ -200,3 +200,23 @@ def test_pools_follow_their_rules():
 def test_auto_is_the_precision_of_the_checkpoint_that_was_named(model, weights):
     assert resolve(Inputs(model=model, gpu="b200-sxm-180", n_gpus=8, engine="vllm")).weights == weights
     assert resolve(Inputs(model=model, gpu="b200-sxm-180", n_gpus=8, engine="vllm", weights="bf16")).weights == "bf16"
+
+
+def test_four_bit_keys_have_their_staging_and_their_blocks():
+    """148 B per head and token; keys of unfinished groups of 32 lie beside the pool in 16 bit, a block holds whole groups."""
+    asked = {
+        "model": "mistral-7b",
+        "gpu": "h100-sxm-80",
+        "engine": "headrace",
+        "max_num_seqs": 64,
+        "max_model_len": 4096,
+    }
+    found, wider = fit(Inputs(kv="int4", **asked)), fit(Inputs(kv="int8", **asked))
+    assert found.kv_bytes_per_token == 32 * 8 * 148
+    staging = 64 * 32 * 32 * 8 * 128 * 2
+    assert found.overhead_bytes - wider.overhead_bytes == staging
+    assert wider.kv_pool_bytes - found.kv_pool_bytes == staging
+    assert next(item.nbytes for item in found.items if item.name == "kv staging") == staging
+    assert "- keys of unfinished groups (int4, 64 sequences): 128 MiB" in found.explain
+    assert resolve(Inputs(kv="int4", **asked)).block_tokens == 32
+    assert not any(item.name == "kv staging" for item in wider.items)

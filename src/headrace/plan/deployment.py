@@ -145,7 +145,7 @@ def resolve(inputs: Inputs) -> Deployment:
         max_model_len=max_model_len,
         max_batched_tokens=batched,
         max_num_seqs=inputs.max_num_seqs or policy.sequences[large],
-        block_tokens=inputs.block_tokens or policy.block_tokens,
+        block_tokens=inputs.block_tokens or max(policy.block_tokens, kv_precision(kv).key_group),
         notes=tuple(notes),
     )
 

@@ -71,6 +71,7 @@ class RankMemory:
     activation_how: str
     outside: int
     communication: int
+    staging: int
     graphs: int
     graphs_inside: bool
     budget: int
@@ -155,6 +156,8 @@ def rank_memory(d: Deployment) -> RankMemory:
     ranks = d.layout.ranks
     outside = round(policy.outside_gib * GIB)
     communication = round(policy.comm_gib * GIB) if ranks > 1 else 0
+    # Formats that scale keys by channel keep those of unfinished groups as computed.
+    staging = accounting.kv_staging_bytes(rank, d.kv, d.max_num_seqs, "bf16")
     captured = policy.graphs_gib + policy.graphs_gib_full_batch * min(1.0, d.max_num_seqs / 256)
     graphs = 0 if d.inputs.eager else round(captured * GIB)
     usable = d.gpu.memory_bytes
@@ -171,10 +174,11 @@ def rank_memory(d: Deployment) -> RankMemory:
             pool = round(free * d.fraction)
         case "context":
             pool = budget - weights - activation - outside - communication
+    pool -= staging
     caches = _caches(d.model.id, spec, d.layout, d.kv, draft)
     inside = policy.graphs_inside or policy.pool == "free"
     return RankMemory(
-        weights, tuple(parts), activation, how, outside, communication, graphs, inside, budget, pool, caches
+        weights, tuple(parts), activation, how, outside, communication, staging, graphs, inside, budget, pool, caches
     )
 
 
@@ -213,7 +217,7 @@ def fit_deployment(d: Deployment, context: int | None = None) -> Fit:
     fits = memory.pool > 0 and pool.users(context) >= 1
     limit, reason = _limit(d, memory, pool, context, need, fits, users)
     line = accounting.kv_line(rank_spec(d.model.spec, d.layout), d.kv, context)
-    overhead = memory.outside + memory.communication + (memory.graphs if memory.graphs_inside else 0)
+    overhead = memory.outside + memory.communication + memory.staging + (memory.graphs if memory.graphs_inside else 0)
     outside_fraction = 0 if memory.graphs_inside else memory.graphs
     slack = round(d.policy.uncertainty_gib * GIB)
     figure = d.gpu.figure("memory_gib")
@@ -309,6 +313,8 @@ def _items(m: RankMemory) -> tuple[Item, ...]:
     items.append(Item("framework", m.outside, "CUDA context, modules, workspaces"))
     if m.communication:
         items.append(Item("communication", m.communication, "collective buffers"))
+    if m.staging:
+        items.append(Item("kv staging", m.staging, "keys of unfinished groups, sequences x group x layers in 16 bit"))
     if m.graphs:
         items.append(Item("graphs", m.graphs, "captured decode graphs", m.graphs_inside))
     items.append(Item("kv pool", max(0, m.pool), "what remains"))
@@ -328,6 +334,8 @@ def _explain(d: Deployment, m: RankMemory, pool: Pool, context: int, need: int) 
     ]
     if m.communication:
         lines.append(f"- communication between {d.layout.ranks} ranks: {mib(m.communication)}")
+    if m.staging:
+        lines.append(f"- keys of unfinished groups ({d.kv}, {d.max_num_seqs} sequences): {mib(m.staging)}")
     if m.graphs:
         where = "inside" if m.graphs_inside else "outside"
         lines.append(f"- graphs: {mib(m.graphs)} ({where} the fraction)")
