@@ -11,6 +11,7 @@ import random
 import kernel_device
 import numpy as np
 import pytest
+import torch
 from quantized_checkpoints import quantize_folder
 from test_models_logits import VOCAB, dense, tiny_model
 from torch_steps import Engine
@@ -104,6 +105,31 @@ def test_checkpoints_as_they_are_stored(tmp_path, kind):
     found, wanted = distributions(runs), distributions(engine(folder, TORCH, "auto"))
     likely = wanted > (-np.inf if not ON_GPU else wanted.max(-1, keepdims=True) - 6)
     assert np.abs(found - wanted)[likely].max() < tolerance("")
+
+
+@pytest.mark.parametrize("name", ["phi3", "gemma3"])
+def test_bytes_are_those_of_the_accounting(tmp_path, name):
+    """Also of matrices that one tensor holds together, and of those out of the kernels' reach, which the notes name."""
+    _, folder = tiny_model(tmp_path, name)
+    for weights in ("nf4", "int4_g32_asym", "fp8_block128", "fp8_e4m3", "w8a8", "mxfp4"):
+        config = EngineConfig(model=str(folder), backend="cuda", weights=weights, options=(("activations", "fp32"),))
+        loaded = BACKEND.load(locate(str(folder)), config)
+        (item,) = loaded.memory()
+        assert item.actual_bytes == item.predicted_bytes, weights
+    assert any("112 inputs are not a multiple of 64" in note for note in loaded.notes())
+
+
+def test_few_rows_stream_and_many_do_not():
+    from headrace.engine.cuda.repack import repacked
+    from headrace.engine.kernels.table import GemmTable
+    from headrace.engine.quant.formats import form
+
+    table = GemmTable("NVIDIA H200", 132)
+    matrix = repacked([form("fp8_channel").quantize(torch.randn(256, 256))])
+    assert table.quantized(16, matrix, pair=False, rounded=True) is not None
+    assert table.quantized(17, matrix, pair=False, rounded=True) is None
+    assert table.quantized(64, matrix, pair=False, rounded=False) is not None
+    assert table.quantized(65, matrix, pair=False, rounded=False) is None
 
 
 def test_unknown_formats_are_refused_by_name(model):

@@ -10,6 +10,9 @@ import typer
 
 def tune(
     model: Annotated[str, typer.Argument(help="hub id, folder, .gguf file or known name; only its shapes matter")],
+    weights: Annotated[
+        str, typer.Option(help="measure products with weights of this format instead of plain ones")
+    ] = "",
     out: Annotated[Path | None, typer.Option(help="folder of the table; default: the user's data folder")] = None,
 ) -> None:
     """Measure matrix products of few rows on this GPU and write the card's table (about two minutes)."""
@@ -25,9 +28,14 @@ def tune(
         ) from None
     if not torch.cuda.is_available():
         raise InvalidInput("tuning needs a CUDA GPU, and torch sees none", field="tune")
-    from headrace.engine.tune import measure, measure_decode, shapes, write_table
+    from headrace.engine.quant.formats import form
+    from headrace.engine.tune import measure, measure_decode, measure_quantized, shapes, write_table
 
     device = torch.device("cuda:0")
+    if weights:
+        entries = measure_quantized(shapes(spec), form(weights), device, typer.echo)
+        typer.echo(f"written: {write_table(torch.cuda.get_device_name(device), entries, out)}")
+        return
     decode = measure_decode(spec, device, typer.echo)
     entries = measure(shapes(spec), device, typer.echo)
     typer.echo(f"written: {write_table(torch.cuda.get_device_name(device), entries, out, decode)}")

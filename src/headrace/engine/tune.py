@@ -168,21 +168,34 @@ def measure_quantized(
     with ThreadPoolExecutor(14 if separate_launchers() else 1) as threads:
         good = {job for job, fine in zip(jobs, threads.map(fits, jobs), strict=True) if fine}
     torch.cuda.synchronize(device)
-    for bucket, shape in work:
-        rows, bench = (1 if bucket == buckets[0] else bucket), benches[shape]
-        tried = [c for c in work[bucket, shape] if ((bucket, shape), c) in good]
-        timed = sorted(
-            (graph_us(lambda c=c, b=bench, r=rows: b.run(r, c), len(bench.weights), 3), i) for i, c in enumerate(tried)
-        )
-        other = graph_us(lambda b=bench, r=rows: b.otherwise(r), len(bench.weights), 3)
-        best = timed[0][0] if timed else float("inf")
+    for bucket in buckets:
+        rows = 1 if bucket == buckets[0] else bucket
+        ours = theirs = 0.0
+        best: dict[Shape, GemmConfig] = {}
+        for shape in products:
+            bench = benches[shape]
+            tried = [c for c in work[bucket, shape] if ((bucket, shape), c) in good]
+            count = len(bench.weights)
+            timed = sorted(
+                (graph_us(lambda c=c, b=bench, r=rows: b.run(r, c), count, 3), i) for i, c in enumerate(tried)
+            )
+            other = graph_us(lambda b=bench, r=rows: b.otherwise(r), count, 3)
+            us = timed[0][0] if timed else float("inf")
+            report(
+                f"{form.name} {bucket:3d} {shape.role:5s} {shape.columns}x{shape.inner}: {us:.1f} us "
+                f"({bench.weights[0].nbytes / us / 1e6:.2f} TB/s) {tried[timed[0][1]] if timed else 'no candidate fits'}; "
+                f"without streaming {other:.1f} us; "
+                f"next {[(round(t, 1), astuple(tried[i])[:5]) for t, i in timed[1:4]]}"
+            )
+            ours, theirs = ours + us, theirs + other + _SEPARATE_KERNEL_US * (shape.norm + shape.pair)
+            if timed:
+                best[shape] = tried[timed[0][1]]
         report(
-            f"{form.name} {bucket:3d} {shape.role:5s} {shape.columns}x{shape.inner}: {best:.1f} us "
-            f"({bench.weights[0].nbytes / best / 1e6:.2f} TB/s) {tried[timed[0][1]] if timed else 'no candidate fits'}; "
-            f"without streaming {other:.1f} us; next {[(round(t, 1), astuple(tried[i])[:5]) for t, i in timed[1:4]]}"
+            f"{form.name} {bucket:3d} layer: streamed {ours:.1f} us; otherwise, with separate kernels, {theirs:.1f} us"
         )
-        name = key(bucket, shape.columns, shape.inner, pair=shape.pair, form=STREAMED_AS.get(form.name, form.name))
-        entries[name] = entry_of(tried[timed[0][1]]) if timed and best < other + _SEPARATE_KERNEL_US else None
+        for shape in products:
+            name = key(bucket, shape.columns, shape.inner, pair=shape.pair, form=STREAMED_AS.get(form.name, form.name))
+            entries[name] = entry_of(best[shape]) if ours < theirs else None
     return entries
 
 
