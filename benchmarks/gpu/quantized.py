@@ -68,8 +68,10 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("formats", nargs="*", default=list(FORMATS))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=600.0, help="no round begins that would end later than this")
     parser.add_argument("--kv", default="bf16")
     given = parser.parse_args()
+    begin, longest = time.monotonic(), 0.0
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Connection] = {}
     workers = []
@@ -92,10 +94,14 @@ def main() -> None:
         report(step="ready", weights=name, **ready)
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in pipes}
     for turn in range(given.rounds):
+        begun = time.monotonic()
+        if begun + longest > begin + given.seconds:
+            break
         for name in sorted(pipes, key=lambda n: (given.formats.index(n) + turn) % len(given.formats)):
             pipes[name].send(True)
             rounds[name].append(pipes[name].recv())
             report(step="round", turn=turn, weights=name, **rounds[name][-1])
+        longest = max(longest, time.monotonic() - begun)
     for pipe in pipes.values():
         pipe.send(False)
     base = rounds.get("bf16")
