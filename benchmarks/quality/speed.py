@@ -43,7 +43,8 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s")
     begin = time.monotonic()
     paths = [*sorted(a.records.glob("*-native.json")), *sorted(a.records.glob("*-torch.json"))]
-    rows = [(path, i) for path in paths for i in range(1 + len(json.loads(path.read_text())["report"]["formats"]))]
+    rows = [(path, i + 1) for path in paths for i in range(len(json.loads(path.read_text())["report"]["formats"]))]
+    rows += [(path, 0) for path in paths]  # references are nobody's choice, so they come last
     for path, i in rows:
         record = json.loads(path.read_text())
         row = [record["report"]["unquantized"], *record["report"]["formats"]][i]

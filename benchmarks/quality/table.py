@@ -76,7 +76,7 @@ def _cells(row: Row) -> list[str]:
     name = _name(row)
     if row["reference"]:
         name += " (reference)"
-    elif row["dominated_by"] is None:
+    elif row["dominated_by"] is None and row["speed"] is not None:
         name = f"**{name}**"
     speed = row["speed"]
     return [
@@ -128,7 +128,7 @@ def section(records: list[dict[str, Any]]) -> str:
     parts.append(
         "In brackets 95 % intervals, resampled over windows, answers, questions or repeats. Speed is one sequence alone on the "
         "executor: a prompt of one window, and an answer. Bold: no other format of the table is as good in bytes, answer speed "
-        "and KL and better in one of them."
+        "and KL and better in one of them; not said of rows without a speed."
     )
     return "\n".join(parts)
 
