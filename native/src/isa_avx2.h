@@ -7,6 +7,7 @@ namespace headrace::HR_ISA {
 struct F {
   __m256 a, b;
 };
+constexpr int kManyPairs = 8;
 inline F set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 inline F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }

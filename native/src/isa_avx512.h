@@ -7,6 +7,7 @@ namespace headrace::avx512 {
 struct F {
   __m512 v;
 };
+constexpr int kManyPairs = 24;  // sums that stay in registers beside their operands
 inline F set1(float a) { return {_mm512_set1_ps(a)}; }
 inline F zero() { return {_mm512_setzero_ps()}; }
 inline F load(const float* p) { return {_mm512_loadu_ps(p)}; }

@@ -103,8 +103,11 @@ struct Kernels {
   void (*store_kv)(const KvPool& kv, int64_t block, int offset, const float* k, const float* v);
 };
 
-// Floats of scratch that `attention` needs, a segment at a time.
-constexpr int64_t kAttentionScratch = 8 * (kSegment + 64);
+// Scratch that `attention` needs, in floats: scores of a segment for at most kMostPairs (row, head) pairs, and their queries
+// if these have no more dimensions than the stride.
+constexpr int kMostPairs = 24;
+constexpr int64_t kScoreStride = kSegment + 48, kQueryStride = 256 + 16;
+constexpr int64_t kAttentionScratch = kMostPairs * (kScoreStride + kQueryStride);
 
 const Kernels* kernels_scalar();
 const Kernels* kernels_avx2();     // null where not compiled in

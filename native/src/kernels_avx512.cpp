@@ -75,7 +75,7 @@ static void rows_of(const Matrix& m, const uint8_t* tile, const QRows& x, int64_
       d = mul(top, load_s8(s)).v;
       d1 = mul(top, load_s8(s + 16)).v;
     }
-    for (int r = 0; r < R; r++) {
+    const auto row = [&](int r) {
       const QGroup& xg = first[r * groups + g];
       const __m512 xs = _mm512_set1_ps(xg.scale);
       // Each four activations are loaded where they are used: the instruction then broadcasts them from memory at no cost.
@@ -99,6 +99,12 @@ static void rows_of(const Matrix& m, const uint8_t* tile, const QRows& x, int64_
         acc[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(a), _mm512_mul_ps(d, xs), acc[r]);
         if constexpr (S == Scales::min || S == Scales::kmin) acc[r] = _mm512_fmadd_ps(mn, _mm512_set1_ps(xg.weighted), acc[r]);
       }
+    };
+    if constexpr (R < 8) {
+      for (int r = 0; r < R; r++) row(r);
+    } else {  // not unrolled, with the sums in memory: otherwise there is a pointer per row, and they are spilled
+#pragma GCC unroll 1
+      for (int r = 0; r < R; r++) row(r);
     }
   }
   for (int r = 0; r < R; r++) _mm512_storeu_ps(out + r * ldo, acc[r]);
@@ -108,7 +114,11 @@ template <Codes C, Scales S>
 static void tile_of(const Matrix& m, int64_t t, const QRows& x, int64_t row0, int64_t rows, float* out, int64_t ldo) {
   const uint8_t* tile = m.tile(t);
   int64_t r = 0;
-  for (; r + 8 <= rows; r += 8) rows_of<C, S, 8>(m, tile, x, row0 + r, out + r * ldo, ldo);
+  for (; r + 16 <= rows; r += 16) rows_of<C, S, 16>(m, tile, x, row0 + r, out + r * ldo, ldo);
+  if (r + 8 <= rows) {
+    rows_of<C, S, 8>(m, tile, x, row0 + r, out + r * ldo, ldo);
+    r += 8;
+  }
   if (r + 4 <= rows) {
     rows_of<C, S, 4>(m, tile, x, row0 + r, out + r * ldo, ldo);
     r += 4;

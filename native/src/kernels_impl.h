@@ -9,12 +9,10 @@
 
 namespace headrace::HR_ISA {
 
-// exp with about 1 ulp of error; 0 below -87, NaN stays NaN. Range reduction by ln 2 in two parts, then a Taylor-like
-// minimax polynomial on [-ln2/2, ln2/2].
-inline F exp(F x) {
-  const F low = set1(-87.33654f), high = set1(88.37626f);
-  F c = max(low, x);
-  c = sub(zero(), max(sub(zero(), high), sub(zero(), c)));  // min(high, c), NaN kept
+// exp of x <= 88 with about 1 ulp of error; 0 below -87, NaN stays NaN. Range reduction by ln 2 in two parts, then a
+// Taylor-like minimax polynomial on [-ln2/2, ln2/2].
+inline F exp_falling(F x) {
+  const F c = max(set1(-87.33654f), x);
   const F n = round(mul(c, set1(1.44269504088896341f)));
   F r = fma(n, set1(-0.693359375f), c);
   r = fma(n, set1(2.12194440e-4f), r);
@@ -27,6 +25,9 @@ inline F exp(F x) {
   p = fma(p, mul(r, r), add(r, set1(1.0f)));
   return zero_below(x, -87.33654f, scale2(p, n));
 }
+inline F exp(F x) {  // of any x
+  return exp_falling(sub(zero(), max(set1(-88.37626f), sub(zero(), x))));  // min(88.4, x), NaN kept
+}
 inline float exponential(float x) {
   float v[16];
   store(v, exp(set1(x)));
@@ -38,26 +39,39 @@ inline F tanh(F x) {  // 1 - 2 / (exp(2x) + 1)
 
 static void quantize(const float* x, int64_t k, QGroup* out) {
   const int64_t groups = (k + kGroup - 1) / kGroup;
-  for (int64_t g = 0; g < groups; g++) {
-    float tail[kGroup];
-    const float* p = x + g * kGroup;
-    if ((g + 1) * kGroup > k) {
-      for (int i = 0; i < kGroup; i++) tail[i] = g * kGroup + i < k ? p[i] : 0.0f;
-      p = tail;
+  constexpr int kAtOnce = 16;  // groups whose maxima are found before their codes: neither then waits for the other
+  float tail[kGroup];
+  for (int64_t from = 0; from < groups; from += kAtOnce) {
+    const int count = (int)std::min<int64_t>(kAtOnce, groups - from);
+    const float* at[kAtOnce];
+    float scale[kAtOnce], inverse[kAtOnce];
+    for (int i = 0; i < count; i++) {
+      const int64_t g = from + i;
+      at[i] = x + g * kGroup;
+      if ((g + 1) * kGroup > k) {
+        for (int j = 0; j < kGroup; j++) tail[j] = g * kGroup + j < k ? at[i][j] : 0.0f;
+        at[i] = tail;
+      }
+      const F a = load(at[i]), b = load(at[i] + 16);
+      const float top = max_lanes(max(abs(a), abs(b)));
+      const bool broken = has_nan(fma(a, zero(), mul(b, zero())));  // 0 * infinity is NaN too
+      scale[i] = broken ? std::numeric_limits<float>::quiet_NaN() : top / 127.0f;
+      inverse[i] = top > 0 && !broken ? 127.0f / top : 0.0f;
     }
-    const F a = load(p), b = load(p + 16);
-    const float top = max_lanes(max(abs(a), abs(b)));
-    const bool broken = has_nan(fma(a, zero(), mul(b, zero())));  // 0 * infinity is NaN too
-    const float scale = broken ? std::numeric_limits<float>::quiet_NaN() : top / 127.0f;
-    const float inverse = top > 0 && !broken ? 127.0f / top : 0.0f;
-    int8_t* q = out[g].codes;
-    store_s8(q, round(mul(a, set1(inverse))));
-    store_s8(q + 16, round(mul(b, set1(inverse))));
-    const int32_t s0 = sum_s8(q), s1 = sum_s8(q + 16);
-    out[g].scale = scale;
-    out[g].weighted = scale * (float)(s0 + s1);
-    out[g].sum = s0 + s1;
-    out[g].half_sum = s0;
+    for (int i = 0; i < count; i++) {
+      QGroup& o = out[from + i];
+      const F v = set1(inverse[i]);
+      store_s8(o.codes, round(mul(load(at[i]), v)));
+      store_s8(o.codes + 16, round(mul(load(at[i] + 16), v)));
+      o.scale = scale[i];
+    }
+    for (int i = 0; i < count; i++) {
+      QGroup& o = out[from + i];
+      const int32_t s0 = sum_s8(o.codes), s1 = sum_s8(o.codes + 16);
+      o.weighted = o.scale * (float)(s0 + s1);
+      o.sum = s0 + s1;
+      o.half_sum = s0;
+    }
   }
 }
 
@@ -286,6 +300,21 @@ static void score_blocks(const uint8_t* const* keys, int block_tokens, int head_
   }
 }
 
+// The same for the many pairs of a prompt, whose queries were copied to one place: then a register holds all their addresses.
+template <KvType T, int R>
+static void score_many(const uint8_t* keys, int block_tokens, int head_dim, const float* q, F* s) {
+  F acc[R];
+#pragma GCC unroll 32
+  for (auto& a : acc) a = zero();
+  for (int d = 0; d < head_dim; d++) {
+    const F k = load_kv<T>(keys, (int64_t)d * block_tokens);
+#pragma GCC unroll 32
+    for (int r = 0; r < R; r++) acc[r] = fma(k, set1(q[r * kQueryStride + d]), acc[r]);
+  }
+#pragma GCC unroll 32
+  for (int r = 0; r < R; r++) s[r] = acc[r];
+}
+
 // Scores of R pairs over the 16 tokens whose u4 keys begin at `keys`, of one group with these steps and minima per channel.
 template <int R>
 static void score_coded(const uint8_t* keys, int block_tokens, int head_dim, const float* steps, const float* minima, const float* const* q, F* s) {
@@ -296,60 +325,43 @@ static void score_coded(const uint8_t* keys, int block_tokens, int head_dim, con
   }
 }
 
-// out[r][dims] += sum over tokens [from, to) of p[r][t] * V[t]; N vectors of 16 dims at `dim`, R rows.
+// out[r][dims] = (base[r] + sum over tokens [from, to) of p[r][t] * V[t]) * factor[r] for R rows, N vectors of 16 dims at a
+// time. Each row adds its tokens in ascending order, whoever its mates are; where it does not see a token that they see, its
+// weight is zero, which changes no bit of a finite sum.
 template <KvType T, int R, int N>
-static void mix_values(const KvPool& kv, const int32_t* table, int head, int64_t from, int64_t to, const float* const* p, int dim, F* acc) {
+static void mix_rows(const KvPool& kv, const AttentionItem& it, int64_t from, int64_t to, const float* p, const float* base, const float* factor, float* const* out) {
   const int bt = kv.block_tokens, dv = kv.value_dim;
-  for (int64_t t = from; t < to;) {
-    const int64_t block = t / bt;
-    const int64_t end = std::min<int64_t>(to, (block + 1) * bt);
-    const uint8_t* values = kv.values(table[block], head);
-    if (R <= 4 && end < to && dim == 0) {
-      const uint8_t* next = kv.values(table[block + 1], head);
-      for (int64_t i = 0; i < kv.bytes((int64_t)bt * dv); i += 64) __builtin_prefetch(next + i);
-    }
-    for (; t < end; t++) {
-      F v[N];
-      for (int n = 0; n < N; n++) v[n] = load_kv<T>(values, (t - block * bt) * dv + dim + n * 16);
-      for (int r = 0; r < R; r++) {
-        const F w = set1(p[r][t]);
-        for (int n = 0; n < N; n++) acc[r * N + n] = fma(w, v[n], acc[r * N + n]);
+  for (int dim = 0; dim < dv; dim += 16 * N) {
+    F acc[R * N];
+#pragma GCC unroll 32
+    for (int i = 0; i < R * N; i++) acc[i] = set1(base[i / N]);
+    for (int64_t t = from; t < to;) {
+      const int64_t block = t / bt;
+      const int64_t end = std::min<int64_t>(to, (block + 1) * bt);
+      const uint8_t* values = kv.values(it.table[block], it.head);
+      if (R <= 4 && end < to && dim == 0) {
+        const uint8_t* next = kv.values(it.table[block + 1], it.head);
+        for (int64_t i = 0; i < kv.bytes((int64_t)bt * dv); i += 64) __builtin_prefetch(next + i);
+      }
+      for (; t < end; t++) {
+        F v[N];
+        for (int n = 0; n < N; n++) v[n] = load_kv<T>(values, (t - block * bt) * dv + dim + n * 16);
+#pragma GCC unroll 32
+        for (int r = 0; r < R; r++) {
+          const F w = set1(p[r * kScoreStride + t]);
+          for (int n = 0; n < N; n++) acc[r * N + n] = fma(w, v[n], acc[r * N + n]);
+        }
       }
     }
-  }
-}
-
-template <KvType T, int R, int N>
-static void mix_rows(const KvPool& kv, const AttentionItem& it, const float* const* p, const int64_t* lo, const int64_t* hi,
-                     const float* base, const float* factor, float* const* out) {
-  int64_t common_lo = lo[0], common_hi = hi[0];
-  for (int r = 1; r < R; r++) {
-    common_lo = std::max(common_lo, lo[r]);
-    common_hi = std::min(common_hi, hi[r]);
-  }
-  if (common_hi < common_lo) common_hi = common_lo = std::min(common_lo, hi[0]);
-  for (int dim = 0; dim < kv.value_dim; dim += 16 * N) {
-    F acc[R * N];
-    for (int i = 0; i < R * N; i++) acc[i] = set1(base[i / N]);
-    // Each row adds its tokens in ascending order, alone or with its mates, so grouping never changes a result. A token
-    // outside a row's range is never read for it: what lies there may belong to nobody.
-    if (common_lo < common_hi) {
-      for (int r = 0; r < R; r++) mix_values<T, 1, N>(kv, it.table, it.head, lo[r], common_lo, p + r, dim, acc + r * N);
-      mix_values<T, R, N>(kv, it.table, it.head, common_lo, common_hi, p, dim, acc);
-      for (int r = 0; r < R; r++) mix_values<T, 1, N>(kv, it.table, it.head, common_hi, hi[r], p + r, dim, acc + r * N);
-    } else {
-      for (int r = 0; r < R; r++) mix_values<T, 1, N>(kv, it.table, it.head, lo[r], hi[r], p + r, dim, acc + r * N);
-    }
+#pragma GCC unroll 32
     for (int r = 0; r < R; r++)
       for (int n = 0; n < N; n++) store(out[r] + dim + n * 16, mul(acc[r * N + n], set1(factor[r])));
   }
 }
 
 template <KvType T, int R>
-static void attend(const KvPool& kv, const AttentionItem& it, int first_pair, float* scratch, int64_t width) {
+static void attend(const KvPool& kv, const AttentionItem& it, int first_pair, float* scratch) {
   const float* q[R];
-  float* p[R];
-  const float* pc[R];
   float* out[R];
   int64_t lo[R], hi[R], own_group[R];  // the group: of u4 keys, that the row lies in
   int64_t start = std::numeric_limits<int64_t>::max(), stop = 0;
@@ -369,8 +381,9 @@ static void attend(const KvPool& kv, const AttentionItem& it, int first_pair, fl
   }
   if (start > stop) start = stop = it.from;
   const int bt = kv.block_tokens;
+  const int64_t seen = start;
   start = start / 16 * 16;
-  for (int r = 0; r < R; r++) pc[r] = p[r] = scratch + r * width - start;
+  float* const scores = scratch - start;  // of row r and token t: scores[r * kScoreStride + t]
   F top[R];
   const float minus_inf = -std::numeric_limits<float>::infinity();
   for (auto& t : top) t = set1(minus_inf);
@@ -380,7 +393,7 @@ static void attend(const KvPool& kv, const AttentionItem& it, int first_pair, fl
       if constexpr (T == KvType::s8) s[r] = mul(s[r], load_f16(kv.key_scales(it.table[t / bt], it.head) + t % bt));
       if (it.softcap > 0) s[r] = mul(set1(it.softcap), tanh(mul(s[r], set1(1.0f / it.softcap))));
       if (t < lo[r] || t + 16 > hi[r]) s[r] = keep_lanes(s[r], (int)(lo[r] - t), (int)std::min<int64_t>(hi[r] - t, 16), minus_inf);
-      store(p[r] + t, s[r]);
+      store(scores + r * kScoreStride + t, s[r]);
       top[r] = max(s[r], top[r]);
     }
   };
@@ -421,6 +434,14 @@ static void attend(const KvPool& kv, const AttentionItem& it, int first_pair, fl
         keep(t, s);
       }
     }
+  } else if constexpr (R > 8) {
+    float* const queries = scratch + R * kScoreStride;
+    for (int r = 0; r < R; r++) std::memcpy(queries + r * kQueryStride, q[r], kv.head_dim * sizeof(float));
+    for (int64_t t = start; t < stop; t += 16) {
+      F s[R];
+      score_many<T, R>(keys_at(t), bt, kv.head_dim, queries, s);
+      keep(t, s);
+    }
   } else {
     constexpr int B = R <= 4 ? 4 : 1;
     int64_t t = start;
@@ -443,26 +464,30 @@ static void attend(const KvPool& kv, const AttentionItem& it, int first_pair, fl
   }
   float factor[R], base[R];  // base: what a row's u4 values have in common
   for (int r = 0; r < R; r++) {
+    float* const p = scores + r * kScoreStride;
     const float m = max_lanes(top[r]);
     F low = zero();
     const F mv = set1(m);
     F sum = zero();
     // From this row's own first vector on, so that the sum does not depend on the rows beside it.
-    for (int64_t t = lo[r] / 16 * 16; t < hi[r]; t += 16) {
-      const F e = exp(sub(load(p[r] + t), mv));
+    const int64_t first = std::max(start, lo[r] / 16 * 16);
+    int64_t t = start;
+    for (; t < first; t += 16) store(p + t, zero());
+    for (; t < hi[r]; t += 16) {
+      F e = exp_falling(sub(load(p + t), mv));
       sum = add(sum, e);
-      if constexpr (T == KvType::s8) {
-        store(p[r] + t, mul(e, load_f16(kv.value_scales(it.table[t / bt], it.head) + t % bt)));
-      } else if constexpr (T == KvType::u4) {
+      if constexpr (T == KvType::s8 || T == KvType::u4) {
+        // What lies there for a token that the row does not see may be anyone's, and zero times it not zero.
+        const auto own = [&](F x) {
+          return t < lo[r] || t + 16 > hi[r] ? keep_lanes(x, (int)(lo[r] - t), (int)std::min<int64_t>(hi[r] - t, 16), 0.0f) : x;
+        };
         const uint16_t* scales = kv.value_scales(it.table[t / bt], it.head) + t % bt;
-        store(p[r] + t, mul(e, load_f16(scales)));
-        F part = mul(e, load_f16(scales + bt));
-        if (t < lo[r] || t + 16 > hi[r]) part = keep_lanes(part, (int)(lo[r] - t), (int)std::min<int64_t>(hi[r] - t, 16), 0.0f);
-        low = add(low, part);
-      } else {
-        store(p[r] + t, e);
+        if constexpr (T == KvType::u4) low = add(low, own(mul(e, load_f16(scales + bt))));
+        e = own(mul(e, load_f16(scales)));
       }
+      store(p + t, e);
     }
+    for (; t < stop; t += 16) store(p + t, zero());
     const float total = sum_lanes(sum);
     base[r] = T == KvType::u4 ? sum_lanes(low) : 0.0f;
     if (it.partial != nullptr) {
@@ -476,24 +501,32 @@ static void attend(const KvPool& kv, const AttentionItem& it, int first_pair, fl
       factor[r] = 1.0f / (sink == nullptr ? total : total + exponential(*sink - m));
     }
   }
-  constexpr int half = R > 4 ? 4 : R;
-  for (int r = 0; r < R; r += half) {
-    if (kv.value_dim % 64 == 0)
-      mix_rows<T, half, 4>(kv, it, pc + r, lo + r, hi + r, base + r, factor + r, out + r);
-    else
-      mix_rows<T, half, 1>(kv, it, pc + r, lo + r, hi + r, base + r, factor + r, out + r);
+  const auto mix = [&](auto rows, auto vectors) {
+    constexpr int M = decltype(rows)::value, N = decltype(vectors)::value;
+    for (int r = 0; r < R; r += M) mix_rows<T, M, N>(kv, it, seen, stop, scores + r * kScoreStride, base + r, factor + r, out + r);
+  };
+  using std::integral_constant;
+  constexpr int few = R > 4 ? 4 : R;
+  if constexpr (R > 8) {
+    if (kv.value_dim % 32 == 0) return mix(integral_constant<int, R / 2>{}, integral_constant<int, 2>{});
   }
+  if (kv.value_dim % 64 == 0)
+    mix(integral_constant<int, few>{}, integral_constant<int, 4>{});
+  else
+    mix(integral_constant<int, few>{}, integral_constant<int, 1>{});
 }
 
 template <KvType T>
 static void attention_of(const KvPool& kv, const AttentionItem& it, float* scratch) {
   const int pairs = it.rows * it.group;
-  const int64_t width = kSegment + 48;
   int i = 0;
-  for (; i + 8 <= pairs; i += 8) attend<T, 8>(kv, it, i, scratch, width);
-  for (; i + 4 <= pairs; i += 4) attend<T, 4>(kv, it, i, scratch, width);
-  for (; i + 3 <= pairs; i += 3) attend<T, 3>(kv, it, i, scratch, width);
-  for (; i < pairs; i++) attend<T, 1>(kv, it, i, scratch, width);
+  if constexpr (kManyPairs > 8 && T != KvType::u4)
+    if (kv.head_dim <= kQueryStride)
+      for (; i + kManyPairs <= pairs; i += kManyPairs) attend<T, kManyPairs>(kv, it, i, scratch);
+  for (; i + 8 <= pairs; i += 8) attend<T, 8>(kv, it, i, scratch);
+  for (; i + 4 <= pairs; i += 4) attend<T, 4>(kv, it, i, scratch);
+  for (; i + 3 <= pairs; i += 3) attend<T, 3>(kv, it, i, scratch);
+  for (; i < pairs; i++) attend<T, 1>(kv, it, i, scratch);
 }
 
 static void attention(const KvPool& kv, const AttentionItem& it, float* scratch) {

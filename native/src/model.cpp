@@ -88,8 +88,8 @@ void Model::gemm(const Linear& w, const float* x, int64_t ldx, const QRows& q, i
   const int64_t per = std::clamp<int64_t>(kItemBytes / (bytes * std::min<int64_t>(rows, 8)), 1, 16);
   const int64_t spans = (tiles + per - 1) / per;
   pool_->run(spans * chunks, [&](int64_t item, int) {
-    const int64_t row0 = item % chunks * kRowChunk, n = std::min(kRowChunk, rows - row0);
-    for (int64_t t = item / chunks * per; t < std::min(tiles, (item / chunks + 1) * per); t++) {
+    const int64_t row0 = item / spans * kRowChunk, n = std::min(kRowChunk, rows - row0), span = item % spans;
+    for (int64_t t = span * per; t < std::min(tiles, (span + 1) * per); t++) {
       int64_t tile = t, column = 0;
       const Matrix* m = nullptr;
       for (const auto& part : w.parts) {
@@ -291,8 +291,9 @@ void Model::mlp(const LayerWeights& l, int64_t rows) {
   const bool whole = I % kGroup == 0;  // then the gated product is quantized where it is made, still in cache
   fit(ff_, rows * I);
   const int64_t chunks = (rows + kRowChunk - 1) / kRowChunk;
-  pool_->run((I + kGroup - 1) / kGroup * chunks, [&](int64_t item, int) {
-    const int64_t row0 = item % chunks * kRowChunk, n = std::min(kRowChunk, rows - row0), g = item / chunks;
+  const int64_t groups = (I + kGroup - 1) / kGroup;
+  pool_->run(groups * chunks, [&](int64_t item, int) {
+    const int64_t row0 = item / groups * kRowChunk, n = std::min(kRowChunk, rows - row0), g = item % groups;
     float gate_out[kRowChunk * kGroup], up_out[kRowChunk * kGroup];
     const int64_t width = std::min<int64_t>(kGroup, I - g * kGroup);
     for (int t = 0; t < 2 && 2 * g + t < gate.tiles; t++) {

@@ -93,9 +93,9 @@ def test_chunks_mates_and_threads_change_no_bit(kind, kv, kernels):
             np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_kernel_sets_agree_to_the_bit(exact):
-    shape = KINDS["gqa"]
+@pytest.mark.parametrize(("kind", "exact"), [("gqa", True), ("gqa", False), ("wide", False), ("window", False)])
+def test_kernel_sets_agree_to_the_bit(kind, exact):
+    shape = KINDS[kind]
     tokens = np.random.default_rng(5).integers(0, shape.vocab, 700)
     table = tables(shape, 1, np.random.default_rng(0))
     first, *others = (Native(shape, k, exact=exact).step([(0, 0, tokens)], table) for k in KERNELS)

@@ -93,7 +93,7 @@ class NativeCompute:
         return np.flatnonzero(broken)
 
     def discard(self, blocks: Sequence[int]) -> None:
-        """Nothing to do: attention never multiplies by what lies outside a row's own range of tokens."""
+        """Nothing to do: attention never multiplies by what lies outside the tokens that its sequence sees."""
 
     def logits(self, first: int, count: int) -> npt.NDArray[np.float32]:
         if count > len(self._logits):
