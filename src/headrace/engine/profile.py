@@ -51,12 +51,6 @@ class _Timed:
         self._profile.gemm_s += perf_counter() - begin
         return y
 
-    def divided(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        begin = perf_counter()
-        y = self._layer.divided(x, lengths)
-        self._profile.gemm_s += perf_counter() - begin
-        return y
-
     def multiplied(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         begin = perf_counter()
         y = self._layer.multiplied(x, other)

@@ -61,11 +61,9 @@ class AttentionBlock:
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         return self._out(self._attend(self._qkv(x), step))
 
-    def after(self, norm: RMSNorm, x: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """The result for norm(x), plus x."""
-        if norm.folded:
-            return self._out.added(self._attend(self._qkv.divided(x, norm.lengths(x)), step), x)
-        return self._out.added(self._attend(self._qkv(norm(x)), step), x)
+    def added(self, x: torch.Tensor, step: StepContext, residual: torch.Tensor) -> torch.Tensor:
+        """The result plus `residual`."""
+        return self._out.added(self._attend(self._qkv(x), step), residual)
 
     def _attend(self, projected: torch.Tensor, step: StepContext) -> torch.Tensor:
         if self._norms is not None:
@@ -102,7 +100,7 @@ class Block:
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         """x [tokens, hidden] → the next layer's input; x may be overwritten."""
         if self._post is None and self._scale == 1.0:
-            x = self.attention.after(self._attn_norm, x, step)
+            x = self.attention.added(self._attn_norm(x), step, x)
             return self.mlp.added(self._mlp_norm(x), x)
         y = self.attention(self._attn_norm(x), step)
         x.add_(y if self._post is None else self._post[0](y), alpha=self._scale)

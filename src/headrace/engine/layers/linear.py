@@ -56,12 +56,6 @@ class Linear:
             return _PRODUCT_WITH(x, other, self._weight, self._bias, "add")
         return self(x).add_(other)
 
-    def divided(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """The product of `x` whose rows are divided by `lengths` [tokens, 1]: a norm in the same pass."""
-        if self.packed and self._bias is None:
-            return _PRODUCT_WITH(x, lengths, self._weight, None, "div")
-        return self(x.div(lengths))
-
     def multiplied(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """The product times `other` [tokens, out]: a gate in the same pass."""
         if self.packed:

@@ -39,11 +39,7 @@ class RMSNorm:
         if not self._fp32:
             x.copy_(self(x))
         else:
-            x.div_(self.lengths(x)).mul_(self._weight)
-
-    def lengths(self, x: torch.Tensor) -> torch.Tensor:
-        """What the rows of fp32 `x` [tokens, n] are divided by, [tokens, 1]."""
-        return _length(x, 2, -1, True).hypot_(self._floor)
+            x.div_(_length(x, 2, -1, True).hypot_(self._floor)).mul_(self._weight)
 
     def folded_into(self, weight: torch.Tensor) -> torch.Tensor:
         """`weight` [out, n] for input that was not multiplied by this norm's weight; changed in place."""
