@@ -130,8 +130,7 @@ def test_the_page_is_what_the_records_say() -> None:
 
 
 def test_rows_without_a_speed_are_shown_and_never_dominate() -> None:
-    unknown = {"speed": None}
-    found = record(entry("a", 1000, 20, 0.02, **unknown), entry("b", 900, 20, 0.01, **unknown))
+    found = record(entry("a", 1000, 20, 0.02) | {"speed": None}, entry("b", 900, 20, 0.01) | {"speed": None})
     found["speed"] = None
     assert [row["dominated_by"] for row in table.rows(found)] == [None, None, None]
     text = table.section([found])
