@@ -23,7 +23,7 @@ Ints = npt.NDArray[np.int64]
 
 _ROOM = 8
 """Tokens that each sequence may grow by before its indices are laid out anew. A place kept costs a little of every layer's
-attention, a new layout costs once; at eight sequences of 200 tokens the two are equal here."""
+attention, a new layout costs once; an estimate of where the two balance for eight sequences of 200 tokens."""
 
 
 def computes_in_place(kind: AttentionKind, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
