@@ -45,6 +45,16 @@ def test_joined_matrices(dtype, name, rows, config):
     assert gap(out, x.double() @ w.T) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("name", ["int8_g128", "fp8_block128"])
+def test_inner_steps_of_several_groups(name):
+    """A step of 256 inputs holds two groups of codes of 8 bits, each with a scale of its own."""
+    parts, w = packed_parts(name, (128,), 512)
+    x = randn(3, 512, dtype=DTYPES[0])
+    out = torch.full((3, 128), float("nan"), dtype=DTYPES[0], device=DEVICE)
+    quantized_gemm(x, repacked(parts), out, GemmWorkspace(1 << 16, 64, DEVICE), GemmConfig(32, 256, 2, 2, 2))
+    assert gap(out, x.double() @ w.T) < TOLERANCE[DTYPES[0]]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["int4_g64_asym", "nf4", "fp8_e4m3"])
 def test_what_is_fused(dtype, name):

@@ -89,7 +89,7 @@ def _multiplied(
     m = tl.arange(0, BLOCK_M)
     BITS4: tl.constexpr = KIND <= NF4_CODES
     # Inputs of one product; as many products as share a scale are added up first.
-    SPAN: tl.constexpr = BYTES if BITS4 else (32 if GROUP == 32 else (64 if GROUP == 64 else BLOCK_K))
+    SPAN: tl.constexpr = BYTES if BITS4 else (BLOCK_K if GROUP == 0 else GROUP)
     PARTS: tl.constexpr = 1 if GROUP == 0 else GROUP // SPAN
     kind = x.dtype.element_ty
     there = m[None, :] < rows
