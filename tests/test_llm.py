@@ -14,7 +14,8 @@ from headrace.control.api import FinishReason
 
 pytestmark = pytest.mark.model
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+# Asked for France, this model is of three minds within 0.4 nats, and activations in INT8 decide otherwise; here it is sure.
+QUESTION = [{"role": "user", "content": "What is the capital of Japan?"}]
 
 
 def one(completions: list[Completion]) -> Completion:
@@ -36,7 +37,7 @@ def test_completes_a_text(smollm: LLM) -> None:
 
 def test_answers_a_conversation_and_ends_by_itself(smollm: LLM) -> None:
     answer = one(smollm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=40)))
-    assert "Paris" in answer.text
+    assert "Tokyo" in answer.text
     assert answer.finish_reason is FinishReason.STOP
     assert answer.stopped_by == answer.token_ids[-1] in smollm.tokenizer.eos_token_ids
     several = smollm.chat([QUESTION, [{"role": "user", "content": "Say hello."}]], GREEDY)
