@@ -11,6 +11,8 @@ from headrace_native._native import (
     natural_format,
     pack,
     packed_bytes,
+    rms_norm,
+    rotate_and_store,
     sample,
 )
 
@@ -25,5 +27,7 @@ __all__ = [
     "natural_format",
     "pack",
     "packed_bytes",
+    "rms_norm",
+    "rotate_and_store",
     "sample",
 ]

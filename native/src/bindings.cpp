@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
 #include <stdexcept>
 
 #include "model.h"
@@ -372,6 +373,28 @@ NB_MODULE(_native, mod) {
     nb::gil_scoped_release release;
     return checksum(data.data(), data.shape(0), pool);
   }, nb::arg("data").noconvert(), nb::arg("pool"), "A 64-bit digest that tells damaged bytes from whole ones.");
+
+  // Addresses and no arrays: taking an array costs more than the norm of a few rows.
+  mod.def("rms_norm", [kernels = select_kernels("auto")](uintptr_t x, uintptr_t weight, uintptr_t out, int64_t rows, int64_t n, float eps) {
+    for (int64_t r = 0; r < rows; r++) kernels->rms_norm((const float*)x + r * n, (const float*)weight, 0.0f, n, eps, (float*)out + r * n);
+  }, nb::arg("x"), nb::arg("weight"), nb::arg("out"), nb::arg("rows"), nb::arg("n"), nb::arg("eps"),
+     "out = x / sqrt(mean(x^2) + eps) * weight, by the addresses of contiguous fp32 x [rows][n], weight [n] and out [rows][n], which the caller vouches for.");
+
+  mod.def("rotate_and_store", [](uintptr_t x, uintptr_t factors, uintptr_t out, int64_t rows, int64_t width, int64_t stored_from, uintptr_t pool, uintptr_t slots) {
+    for (int64_t r = 0; r < rows; r++) {
+      const float* a = (const float*)x + r * width;
+      const float* f = (const float*)factors + r * width;
+      float* o = (float*)out + r * width;
+      for (int64_t i = 0; i < width; i += 2) {
+        const float re = a[i] * f[i] - a[i + 1] * f[i + 1], im = a[i] * f[i + 1] + a[i + 1] * f[i];
+        o[i] = re;
+        o[i + 1] = im;
+      }
+      const int64_t kept = width - stored_from;
+      std::memcpy((float*)pool + ((const int64_t*)slots)[r] * kept, o + stored_from, kept * sizeof(float));
+    }
+  }, nb::arg("x"), nb::arg("factors"), nb::arg("out"), nb::arg("rows"), nb::arg("width"), nb::arg("stored_from"), nb::arg("pool"), nb::arg("slots"),
+     "out = x * factors, as complex numbers, and out[r][stored_from:] into row slots[r] of pool; by addresses as in rms_norm, slots int64.");
 
   mod.def("gemm", [](const PyMatrix& m, Rows x, OutRows out, const std::string& name, bool exact) {
     const Kernels* k = select_kernels(name.c_str());

@@ -77,7 +77,7 @@ def load(files: ModelFiles, config: EngineConfig) -> TorchModel:
         predicted = weight_bytes(spec, computed).total if loader is None else loader.bytes_predicted(spec, computed)
     attention = _attention(config.attention, kv, decoder, device, dtype)
     notes += [f"torch {torch.__version__} on {threads} threads, weights {weights}, KV {kv}, attention {attention.name}"]
-    notes += _weight_notes(decoder)
+    notes += _weight_notes(decoder, computed)
     notes += [] if loader is None else loading_notes(loader, source, computed)
     profile = StepProfile() if dict(config.options).get("profile", "0") not in ("", "0", "false") else None
     if profile is not None:
@@ -200,11 +200,13 @@ def _attention(name: str, kv: str, decoder: Decoder, device: torch.device, dtype
     return backend
 
 
-def _weight_notes(decoder: Decoder) -> list[str]:
+def _weight_notes(decoder: Decoder, computed: str) -> list[str]:
     notes = []
     plain = [part for part in decoder.linears() if isinstance(part, Linear)]
     if plain and not any(part.packed for part in plain):
         notes.append("linear layers are not packed: oneDNN is unavailable or would pad these sizes")
+    if computed == "fp32" and not decoder.final_norm.native:
+        notes.append("norms take five operators each: headrace-native, which has them in one, is not installed")
     if isinstance(decoder.embedding, MappedEmbedding):
         notes.append("tied head packed once; embedding rows are read from the mapped checkpoint")
     elif decoder.spec.tied_embeddings:

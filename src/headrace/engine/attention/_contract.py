@@ -53,6 +53,10 @@ class LayerCache:
         self.vectors = kv.flatten(0, 2)
         self.columns = self.vectors.t()
         self._tokens = kv.flatten(0, 1).flatten(1)
+        self.address = (
+            kv.data_ptr() if kv.dtype == torch.float32 and kv.is_contiguous() and kv.device.type == "cpu" else None
+        )
+        """Where fp32 vectors can be written to directly, one token's after the other's; None for other pools."""
 
     def write(self, slots: torch.Tensor, kv: torch.Tensor) -> None:
         """See `Layer`."""

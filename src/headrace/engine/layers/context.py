@@ -36,6 +36,5 @@ class StepContext:
         `projected` [tokens, (heads + 2 * kv_heads) * head_dim] → [tokens, heads * head_dim].
         """
         heads, cache = self.heads[layer], self.caches[layer]
-        heads.fill(projected)
-        cache.write(self.write_slots[self.group_of[layer]], heads.kv)
+        heads.fill_and_store(projected, cache, self.write_slots[self.group_of[layer]])
         return self.attention.attend(heads.q, heads.k, heads.v, cache, self.prepared[layer])

@@ -59,13 +59,14 @@ class AttentionBlock:
         self.nbytes = qkv.nbytes + out.nbytes + sum(n.nbytes for n in norms or ())
 
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
-        return self._out(self._attend(self._qkv(x), step))
+        return self._out(self._attended(x, step))
 
     def added(self, x: torch.Tensor, step: StepContext, residual: torch.Tensor) -> torch.Tensor:
         """The result plus `residual`."""
-        return self._out.added(self._attend(self._qkv(x), step), residual)
+        return self._out.added(self._attended(x, step), residual)
 
-    def _attend(self, projected: torch.Tensor, step: StepContext) -> torch.Tensor:
+    def _attended(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
+        projected = self._qkv(x)
         if self._norms is not None:
             kind = self.kind
             heads = projected.view(-1, kind.num_heads + 2 * kind.num_kv_heads, kind.head_dim)
@@ -178,8 +179,7 @@ def build_decoder(
     if (reason := unsupported(spec)) is not None:
         raise UnsupportedModel(f"the torch executor cannot run this model: {reason}", field="model_type")
     ropes = tuple(dict.fromkeys(layer.mixer.rope for layer in spec.layers if layer.mixer.rope is not None))
-    fold = quantized is None and dtype == torch.float32 and device.type == "cpu"
-    loader = _Loader(spec, names, checkpoint, tensorize, quantized, fold=fold)
+    loader = _Loader(spec, names, checkpoint, tensorize, quantized)
 
     def one_block(i: int) -> Block:
         with torch.inference_mode():
@@ -210,11 +210,7 @@ class _Loader:
         checkpoint: Checkpoint,
         tensorize: Tensorize,
         quantized: QuantLoader | None,
-        *,
-        fold: bool = False,
     ) -> None:
-        """`fold`: the weights of norms go into the plain fp32 matrices that follow them."""
-        self._fold = fold
         self._spec = spec
         self._names = names
         self._take = checkpoint.take
@@ -227,23 +223,21 @@ class _Loader:
         post = None
         if layer.num_norms == 4:
             post = (self.norm(_at(n.post_attn_norm, i)), self.norm(_at(n.post_mlp_norm, i)))
-        attn_norm = self.norm(_at(n.attn_norm, i), folded=self._fold)
-        mlp_norm = self.norm(_at(n.mlp_norm, i), folded=self._fold and isinstance(layer.mlp, DenseMLP))
+        mlp = self._sparse(i, layer.mlp) if isinstance(layer.mlp, MoE) else self._dense(i, layer.mlp)
         return Block(
-            self._attention(i, layer.mixer, ropes, attn_norm),
-            self._sparse(i, layer.mlp) if isinstance(layer.mlp, MoE) else self._dense(i, layer.mlp, mlp_norm),
-            attn_norm,
-            mlp_norm,
+            self._attention(i, layer.mixer, ropes),
+            mlp,
+            self.norm(_at(n.attn_norm, i)),
+            self.norm(_at(n.mlp_norm, i)),
             post,
             self._spec.residual_scale,
         )
 
-    def norm(self, name: str, order: np.ndarray | None = None, *, folded: bool = False) -> RMSNorm:
+    def norm(self, name: str, order: np.ndarray | None = None) -> RMSNorm:
         weight = self._take(f"{name}.weight", (self._spec.hidden_size if order is None else len(order),))
         if self._spec.norm_offset:
             weight = weight + 1
-        values = self._tensor(weight if order is None else weight[order])
-        return RMSNorm(values, self._spec.norm_eps, folded=folded)
+        return RMSNorm(self._tensor(weight if order is None else weight[order]), self._spec.norm_eps)
 
     def ends(
         self, device: torch.device, dtype: torch.dtype
@@ -261,7 +255,7 @@ class _Loader:
                 return MappedEmbedding(rows, dtype), head
         return TableEmbedding(table), PlainHead(table)
 
-    def _attention(self, i: int, a: Attention, ropes: tuple[Rope, ...], norm: RMSNorm) -> AttentionBlock:
+    def _attention(self, i: int, a: Attention, ropes: tuple[Rope, ...]) -> AttentionBlock:
         n, dim, hidden = self._names, a.head_dim, self._spec.hidden_size
         order = neighbour_order(dim, a.rope)
         qk_rows = _head_rows(a.num_heads, order), _head_rows(a.num_kv_heads, order)
@@ -293,7 +287,7 @@ class _Loader:
         )
         rope = None if a.rope is None else ropes.index(a.rope)
         if self._quantized is None:
-            qkv = Linear(norm.folded_into(self._tensor(fused("weight", (hidden,)))), bias)
+            qkv = Linear(self._tensor(fused("weight", (hidden,))), bias)
         else:
             modules = [_at(name, i) for name in pieces] if n.qkv is None else _at(n.qkv, i)
             qkv = self._quantized.side_by_side(modules, widths, hidden, (*qk_rows, None), bias)
@@ -306,22 +300,20 @@ class _Loader:
             norms,
         )
 
-    def _linear(self, name: str, out: int, into: int, *, bias: bool = False, norm: RMSNorm | None = None) -> Linear:
+    def _linear(self, name: str, out: int, into: int, *, bias: bool = False) -> Linear:
         added = self._tensor(self._take(f"{name}.bias", (out,))) if bias else None
         if self._quantized is not None:
             return self._quantized.linear(name, out, into, added)
-        weight = self._tensor(self._take(f"{name}.weight", (out, into)))
-        return Linear(weight if norm is None else norm.folded_into(weight), added)
+        return Linear(self._tensor(self._take(f"{name}.weight", (out, into))), added)
 
-    def _dense(self, i: int, mlp: DenseMLP, norm: RMSNorm) -> GatedMLP | PlainMLP:
+    def _dense(self, i: int, mlp: DenseMLP) -> GatedMLP | PlainMLP:
         n, hidden = self._names, self._spec.hidden_size
         down = self._linear(_at(n.down, i), hidden, mlp.intermediate, bias=mlp.bias)
         if not mlp.gated:
-            up = self._linear(_at(n.up, i), mlp.intermediate, hidden, bias=mlp.bias, norm=norm)
-            return PlainMLP(up, down, mlp.activation)
+            return PlainMLP(self._linear(_at(n.up, i), mlp.intermediate, hidden, bias=mlp.bias), down, mlp.activation)
         if n.gate_up is None:
-            gate = self._linear(_at(n.gate, i), mlp.intermediate, hidden, bias=mlp.bias, norm=norm)
-            up = self._linear(_at(n.up, i), mlp.intermediate, hidden, bias=mlp.bias, norm=norm)
+            gate = self._linear(_at(n.gate, i), mlp.intermediate, hidden, bias=mlp.bias)
+            up = self._linear(_at(n.up, i), mlp.intermediate, hidden, bias=mlp.bias)
             return GatedMLP(gate, up, down, mlp.activation)
         biases = [None, None]
         if mlp.bias:
@@ -331,9 +323,7 @@ class _Loader:
             widths = (mlp.intermediate, mlp.intermediate)
             return GatedMLP(*self._quantized.cut(_at(n.gate_up, i), widths, hidden, biases), down, mlp.activation)
         both = self._take(f"{_at(n.gate_up, i)}.weight", (2 * mlp.intermediate, hidden))
-        gate, up = (
-            Linear(norm.folded_into(self._tensor(w)), b) for w, b in zip(np.split(both, 2), biases, strict=True)
-        )
+        gate, up = (Linear(self._tensor(w), b) for w, b in zip(np.split(both, 2), biases, strict=True))
         return GatedMLP(gate, up, down, mlp.activation)
 
     def _sparse(self, i: int, moe: MoE) -> SparseMLP:

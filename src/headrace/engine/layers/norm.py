@@ -7,40 +7,47 @@ import math
 import torch
 import torch.nn.functional as F
 
-_length = torch.linalg.vector_norm
+from headrace.engine.layers.direct import native_call
+
+_NATIVE_MOST = 1 << 17
+"""Numbers that one native call, which runs in the caller's thread, normalizes at most."""
 
 
 class RMSNorm:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension. An offset of 1 (Gemma) is already in `weight`.
 
-    In fp32 it is x / hypot(|x|, sqrt(n eps)) * (sqrt(n) weight): half as many operators as torch composes it of, which
-    counts where a step has few rows. `folded`: that last factor is in the columns of the matrices that follow
-    (`folded_into`), and only the quotient is computed here; fp32 alone.
+    In fp32 on the CPU it is one call of the native extension where that is installed (`native`) and rows are few, or else
+    x / (hypot(|x|, sqrt(n eps)) / sqrt(n)) * weight, whose operators over all of x are half of those torch composes it of.
     """
 
-    def __init__(self, weight: torch.Tensor, eps: float, *, folded: bool = False) -> None:
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
         size = weight.shape[-1]
-        self._shape = (size,)
+        self._size = size
         self._eps = eps
         self._fp32 = weight.dtype == torch.float32
-        self._weight = weight * math.sqrt(size) if self._fp32 else weight
+        self._weight = weight.contiguous()
+        self._root = math.sqrt(size)
         self._floor = torch.tensor(math.sqrt(size * eps), device=weight.device)
-        self.folded = folded
+        self._native = native_call("rms_norm") if self._fp32 and weight.device.type == "cpu" else None
+        self.native = self._native is not None
         self.nbytes = weight.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not self._fp32:
-            return F.rms_norm(x, self._shape, self._weight, self._eps)
-        y = x.div(_length(x, 2, -1, True).hypot_(self._floor))
-        return y if self.folded else y.mul_(self._weight)
+            return F.rms_norm(x, (self._size,), self._weight, self._eps)
+        if self._native is not None and (count := x.numel()) <= _NATIVE_MOST and x.is_contiguous():
+            y = torch.empty_like(x)
+            rows = count // self._size
+            self._native(x.data_ptr(), self._weight.data_ptr(), y.data_ptr(), rows, self._size, self._eps)
+            return y
+        return x.div(self._length(x)).mul_(self._weight)
 
     def apply_(self, x: torch.Tensor) -> None:
         """Normalize `x` in place."""
         if not self._fp32:
             x.copy_(self(x))
         else:
-            x.div_(_length(x, 2, -1, True).hypot_(self._floor)).mul_(self._weight)
+            x.div_(self._length(x)).mul_(self._weight)
 
-    def folded_into(self, weight: torch.Tensor) -> torch.Tensor:
-        """`weight` [out, n] for input that was not multiplied by this norm's weight; changed in place."""
-        return weight.mul_(self._weight) if self.folded else weight
+    def _length(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.vector_norm(x, 2, -1, True).hypot_(self._floor).div_(self._root)

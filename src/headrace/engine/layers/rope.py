@@ -11,8 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.engine.attention._contract import Layer
 from headrace.engine.frequencies import frequencies
+from headrace.engine.layers.direct import native_call
 from headrace.spec.model import Rope
+
+_FEW = 64
+"""Tokens up to which one native call, which runs in the caller's thread, rotates and stores."""
 
 
 def rotation_table(rope: Rope, max_model_len: int, device: torch.device) -> torch.Tensor:
@@ -53,11 +58,31 @@ class HeadBuffer:
             self.turn(rotation)
         self.q, self.k, self.v = self._flat.view(-1, every, head_dim).split((heads, kv_heads, kv_heads), 1)
         self.kv = self._flat[:, heads * head_dim :]
+        self._direct = None
+        if (
+            self._pairs is not None
+            and self._factors is not None
+            and like.shape[0] <= _FEW
+            and like.device.type == "cpu"
+        ):
+            self._direct = native_call("rotate_and_store")
+            width = self._flat.shape[1]
+            start = heads * head_dim
+            self._addresses = (self._factors.data_ptr(), self._flat.data_ptr(), like.shape[0], width, start)
 
     def turn(self, rotation: torch.Tensor | None) -> None:
         """Go on to as many tokens at other positions."""
         if rotation is not None:
             self._turned.copy_(rotation.unsqueeze(1))
+
+    def fill_and_store(self, projected: torch.Tensor, cache: Layer, slots: torch.Tensor) -> None:
+        """Take over `projected` [tokens, (heads + 2 * kv_heads) * head_dim], rotated, and write keys and values to the cache."""
+        address = getattr(cache, "address", None)
+        if self._direct is not None and address is not None and projected.is_contiguous():
+            self._direct(projected.data_ptr(), *self._addresses, address, slots.data_ptr())
+            return
+        self.fill(projected)
+        cache.write(slots, self.kv)
 
     def fill(self, projected: torch.Tensor) -> None:
         """Take over `projected` [tokens, (heads + 2 * kv_heads) * head_dim], rotated."""
