@@ -35,7 +35,7 @@ def read(command: Command, arguments: Sequence[str]) -> dict[str, Any] | None:
     except _Unclear:
         return None
     found = {p.name: values[p.name] for p in own}
-    for name, given in reversed(command.panels.items()):  # so that of two mistakes the same is named as by typer
+    for name, given in reversed(tuple(command.panels.items())):  # so that of two mistakes the same is named as by typer
         made = {field.name: field_value(p.kind, p.name, values[p.name]) for field, p in fields[name]}
         found[name] = given.dataclass(**made)
     return found
