@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import struct
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ import headrace_native
 import numpy as np
 
 from headrace.base.files import cache_dir, identity
+from headrace.base.units import ceil_div
 from headrace.engine.native.arena import Arena
 from headrace.engine.native.memory import buffer
 from headrace.spec.locate import ModelFiles
@@ -31,6 +33,8 @@ _MAGIC = b"HRPACK1\0"
 _HEAD = struct.Struct("<8s32sQQ")
 _PAYLOAD_AT = 4096
 _ABANDONED_S = 3600.0
+_PAGE = 2 << 20
+"""No thread begins within another's huge page."""
 
 
 def cached_weights(files: ModelFiles, arena: Arena, pool: headrace_native.Pool) -> np.ndarray | None:
@@ -69,14 +73,28 @@ def read(path: Path, key: bytes, nbytes: int, pool: headrace_native.Pool) -> np.
             log.warning("%s is damaged: packing again", path)
             return None
         memory = buffer(nbytes)
-        view, at = memoryview(memory), 0
-        file.seek(_PAYLOAD_AT)
-        while at < nbytes and (count := file.readinto(view[at:])):
-            at += count
-    if at != nbytes or headrace_native.checksum(memory, pool) != _HEAD.unpack(head)[3]:
+        _read_side_by_side(file.fileno(), memoryview(memory), pool.threads)
+    if headrace_native.checksum(memory, pool) != _HEAD.unpack(head)[3]:
         log.warning("%s is damaged: packing again", path)
         return None
     return memory
+
+
+def _read_side_by_side(file: int, view: memoryview, threads: int) -> None:
+    """Fill `view` from the payload. Most of the time goes to pages that are touched for the first time, so each thread has its own."""
+
+    def run(at: int, end: int) -> None:
+        while at < end and (count := os.preadv(file, [view[at:end]], _PAYLOAD_AT + at)):
+            at += count
+
+    share = ceil_div(len(view), threads * _PAGE) * _PAGE
+    parts = [(at, min(at + share, len(view))) for at in range(0, len(view), share)]
+    others = [threading.Thread(target=run, args=part) for part in parts[1:]]
+    for thread in others:
+        thread.start()
+    run(*parts[0])
+    for thread in others:
+        thread.join()
 
 
 def write(path: Path, key: bytes, memory: np.ndarray, pool: headrace_native.Pool) -> None:
