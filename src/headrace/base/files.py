@@ -28,6 +28,13 @@ def write_atomic(path: Path, data: bytes | str) -> None:
         raise
 
 
+def remove_others(path: Path, pattern: str) -> None:
+    """Remove the files beside `path` that match `pattern`: what it replaces."""
+    for other in path.parent.glob(pattern):
+        if other != path:
+            other.unlink(missing_ok=True)
+
+
 def identity(paths: Iterable[Path]) -> bytes:
     """A digest that changes when one of the files does: of path, size, time, inode and samples of the contents."""
     import hashlib

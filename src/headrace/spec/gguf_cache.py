@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.base.files import cache_dir, identity, write_atomic
+from headrace.base.files import cache_dir, identity, remove_others, write_atomic
 from headrace.spec.ggml import GGML_TYPES
 from headrace.spec.gguf import GGUFHeader, GGUFTensor, read_gguf
 
@@ -58,9 +58,7 @@ def cached_header(paths: tuple[Path, ...], read: Callable[[Path], GGUFHeader] = 
     if sum(len(v) for v in header.metadata.values() if isinstance(v, list)) >= SMALLEST_STRINGS:
         try:
             _store(path, key, header)
-            for other in folder.glob(f"{place.name}-*.msgpack"):
-                if other != path:
-                    other.unlink(missing_ok=True)
+            remove_others(path, f"{place.name}-*.msgpack")
         except OSError as error:
             log.warning("the model's header is not cached: %s", error)
     return header

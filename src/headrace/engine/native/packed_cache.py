@@ -19,7 +19,7 @@ from pathlib import Path
 import headrace_native
 import numpy as np
 
-from headrace.base.files import cache_dir, identity
+from headrace.base.files import cache_dir, identity, remove_others
 from headrace.base.units import ceil_div
 from headrace.engine.native.arena import Arena
 from headrace.engine.native.memory import buffer
@@ -114,9 +114,7 @@ def write(path: Path, key: bytes, memory: np.ndarray, pool: headrace_native.Pool
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    for other in path.parent.glob(path.name.rpartition("-")[0] + "-*.bin"):
-        if other != path:
-            other.unlink(missing_ok=True)
+    remove_others(path, path.name.rpartition("-")[0] + "-*.bin")
     for left in path.parent.glob(".packing.*"):
         with suppress(FileNotFoundError):  # another start has just renamed it
             if time.time() - left.stat().st_mtime > _ABANDONED_S:
