@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from gguf_files import write
 
+from headrace.spec import gguf_cache
 from headrace.spec.gguf import GGUFHeader, read_gguf
 from headrace.spec.gguf_cache import SMALLEST_STRINGS, cached_header
 from headrace.spec.locate import locate
@@ -91,6 +92,19 @@ def test_a_damaged_entry_is_read_again_and_stored_anew(tmp_path: Path, cache: Pa
     entry.write_bytes(damaged)
     assert_same(cached_header((path,)), read)
     assert entry.read_bytes() == raw
+
+
+def test_an_entry_of_another_version_is_read_again(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its digest is right, but what it holds is not what this version keeps there."""
+    paths = (write(tmp_path / "m.gguf", METADATA, TENSORS),)
+    with monkeypatch.context() as other:
+        other.setattr(gguf_cache, "_Entry", lambda *given: given[:3])
+        cached_header(paths)
+    read = read_gguf(paths[0])
+    assert_same(cached_header(paths), read)
+    assert_same(cached_header(paths, not_read), read)
 
 
 def test_small_headers_and_those_not_to_be_cached_leave_nothing(tmp_path: Path, cache: Path) -> None:

@@ -69,7 +69,9 @@ def _load(path: Path, key: bytes) -> GGUFHeader | None:
         raw = path.read_bytes()
         payload = memoryview(raw)[_HEAD.size :]
         if raw[: _HEAD.size] == _HEAD.pack(_MAGIC, key, zlib.crc32(payload)):
-            return _header(msgspec.msgpack.decode(payload, type=_Entry, ext_hook=_array))
+            # Whole, but perhaps of another version of this package.
+            with suppress(msgspec.DecodeError, LookupError):
+                return _header(msgspec.msgpack.decode(payload, type=_Entry, ext_hook=_array))
         log.warning("%s is damaged: reading the model's header again", path)
     return None
 
