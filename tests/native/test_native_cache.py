@@ -13,6 +13,7 @@ import pytest
 
 from headrace.engine.native import packed_cache
 from headrace.engine.native.arena import Arena
+from headrace.engine.native.memory import huge_file_bytes
 from headrace.engine.native.packed_cache import cached_weights, read, write
 from headrace.engine.weights.source import Stored
 from headrace.spec.locate import ModelFiles
@@ -129,6 +130,40 @@ def test_small_models_are_not_cached(files, folder, monkeypatch):
     monkeypatch.setattr(packed_cache, "SMALLEST_BYTES", 1 << 30)
     assert cached_weights(files, arena(), POOL) is None
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("huge", [True, False])
+def test_an_entry_is_used_in_place_only_where_its_file_lies_in_huge_pages(tmp_path, monkeypatch, huge):
+    path, size = tmp_path / "m-a-b.bin", 5_000_000
+    data = np.frombuffer(np.random.default_rng(2).bytes(size), np.uint8)
+    write(path, b"k" * 32, data, POOL)
+    said = iter((1 << 20, (1 << 20) + (size if huge else size // 2)))
+    monkeypatch.setattr(packed_cache, "huge_file_bytes", lambda: next(said))
+    found = read(path, b"k" * 32, size, POOL)
+    np.testing.assert_array_equal(found, data)
+    assert found.flags.writeable == (not huge)
+    assert found.ctypes.data % 4096 == 0
+
+
+@pytest.mark.parametrize("gone", ["replaced", "removed"])
+def test_weights_in_use_stay_when_their_entry_goes(tmp_path, monkeypatch, gone):
+    path, size = tmp_path / "m-a-b.bin", 5_000_000
+    data = np.frombuffer(np.random.default_rng(3).bytes(size), np.uint8)
+    write(path, b"k" * 32, data, POOL)
+    said = iter((0, size))
+    monkeypatch.setattr(packed_cache, "huge_file_bytes", lambda: next(said))
+    found = read(path, b"k" * 32, size, POOL)
+    if gone == "replaced":
+        write(path, b"j" * 32, np.zeros(size, np.uint8), POOL)
+    else:
+        path.unlink()
+    np.testing.assert_array_equal(found, data)
+
+
+def test_huge_pages_of_files_are_counted_as_the_system_says():
+    before = huge_file_bytes()
+    assert before >= 0
+    assert before % 4096 == 0
 
 
 def test_abandoned_temporary_files_are_removed(files, folder):

@@ -1,8 +1,10 @@
 """Packed weights on disk, so that a later start reads what an earlier one made.
 
 An entry is found by the identity of the files it was made from (path, size, time, inode and samples of their contents),
-by the layout and by the build that packed it; its bytes are checked by a digest before they are used. Entries appear by
-renaming, so concurrent starts see a whole one or none. Whatever goes wrong here costs time, never a start.
+by the layout and by the build that packed it; its bytes are checked by a digest before they are used. Where the system keeps
+the file in huge pages they are used in place, so that a start copies nothing and processes share one copy; elsewhere they are
+copied into huge pages. Entries appear by renaming and are never written again, so concurrent starts see a whole one or none,
+and a replaced one stays as it was for those that use it. Whatever goes wrong here costs time, never a start.
 """
 
 from __future__ import annotations
@@ -22,19 +24,21 @@ import numpy as np
 from headrace.base.files import cache_dir, identity, remove_others
 from headrace.base.units import ceil_div
 from headrace.engine.native.arena import Arena
-from headrace.engine.native.memory import buffer
+from headrace.engine.native.memory import buffer, huge_file_bytes, mapped
 from headrace.spec.locate import ModelFiles
 
 log = logging.getLogger("headrace.engine")
 
 SMALLEST_BYTES = 16 << 20
 """Less than this is packed faster than it is looked up."""
-_MAGIC = b"HRPACK1\0"
+_MAGIC = b"HRPACK2\0"
 _HEAD = struct.Struct("<8s32sQQ")
-_PAYLOAD_AT = 4096
-_ABANDONED_S = 3600.0
 _PAGE = 2 << 20
-"""No thread begins within another's huge page."""
+"""Huge."""
+_PAYLOAD_AT = _PAGE
+"""Only huge pages of a file that begin at a multiple of their size can be mapped as such."""
+_MOSTLY = 0.9
+_ABANDONED_S = 3600.0
 
 
 def cached_weights(files: ModelFiles, arena: Arena, pool: headrace_native.Pool) -> np.ndarray | None:
@@ -61,7 +65,7 @@ def cached_weights(files: ModelFiles, arena: Arena, pool: headrace_native.Pool) 
 
 
 def read(path: Path, key: bytes, nbytes: int, pool: headrace_native.Pool) -> np.ndarray | None:
-    """The payload of an entry, or None if there is none or it is not what it should be (which is logged)."""
+    """The payload of an entry, perhaps read-only, or None if there is none or it is not what it should be (which is logged)."""
     try:
         file = path.open("rb", buffering=0)
     except FileNotFoundError:
@@ -72,29 +76,27 @@ def read(path: Path, key: bytes, nbytes: int, pool: headrace_native.Pool) -> np.
         if not whole or os.fstat(file.fileno()).st_size != _PAYLOAD_AT + nbytes:
             log.warning("%s is damaged: packing again", path)
             return None
-        memory = buffer(nbytes)
-        _read_side_by_side(file.fileno(), memoryview(memory), pool.threads)
+        before = huge_file_bytes()
+        memory = mapped(file.fileno(), _PAYLOAD_AT, nbytes)
     if headrace_native.checksum(memory, pool) != _HEAD.unpack(head)[3]:
         log.warning("%s is damaged: packing again", path)
         return None
-    return memory
+    # a step of one row takes a quarter more time over small pages
+    return memory if huge_file_bytes() - before >= nbytes * _MOSTLY else _copied(memory, pool.threads)
 
 
-def _read_side_by_side(file: int, view: memoryview, threads: int) -> None:
-    """Fill `view` from the payload. Most of the time goes to pages that are touched for the first time, so each thread has its own."""
-
-    def run(at: int, end: int) -> None:
-        while at < end and (count := os.preadv(file, [view[at:end]], _PAYLOAD_AT + at)):
-            at += count
-
-    share = ceil_div(len(view), threads * _PAGE) * _PAGE
-    parts = [(at, min(at + share, len(view))) for at in range(0, len(view), share)]
-    others = [threading.Thread(target=run, args=part) for part in parts[1:]]
+def _copied(memory: np.ndarray, threads: int) -> np.ndarray:
+    """In huge pages. Most of the time goes to pages that are touched for the first time, so each thread has its own."""
+    copy = buffer(len(memory))
+    share = ceil_div(len(copy), threads * _PAGE) * _PAGE
+    parts = [slice(at, at + share) for at in range(0, len(copy), share)]
+    others = [threading.Thread(target=np.copyto, args=(copy[part], memory[part])) for part in parts[1:]]
     for thread in others:
         thread.start()
-    run(*parts[0])
+    np.copyto(copy[parts[0]], memory[parts[0]])
     for thread in others:
         thread.join()
+    return copy
 
 
 def write(path: Path, key: bytes, memory: np.ndarray, pool: headrace_native.Pool) -> None:
@@ -106,8 +108,9 @@ def write(path: Path, key: bytes, memory: np.ndarray, pool: headrace_native.Pool
     try:
         with os.fdopen(handle, "wb", buffering=0) as out:
             head = _HEAD.pack(_MAGIC, key, len(memory), headrace_native.checksum(memory, pool))
-            out.write(head.ljust(_PAYLOAD_AT, b"\0"))
-            view = memoryview(memory)
+            out.write(head)
+            out.seek(_PAYLOAD_AT)  # what is left out takes no room
+            view = memoryview(memory)  # in long pieces: a system that can keeps each in huge pages
             while len(view):
                 view = view[out.write(view) :]
         os.replace(temporary, path)
@@ -134,7 +137,7 @@ def _place(files: ModelFiles, arena: Arena) -> str:
 
 
 def _key(files: ModelFiles, arena: Arena) -> bytes:
-    found = hashlib.sha256(arena.layout_digest())
+    found = hashlib.sha256(_MAGIC + arena.layout_digest())
     build = Path(headrace_native._native.__file__).stat()
     found.update(f"{build.st_size} {build.st_mtime_ns};".encode())
     found.update(identity(files.weights))
