@@ -54,6 +54,7 @@ class _Build:
         "inits",
         "now",
         "prefill_budget",
+        "promised",
         "rows",
         "sources",
         "step_id",
@@ -64,6 +65,8 @@ class _Build:
         self.now = now
         self.budget = budget
         self.prefill_budget = budget
+        self.promised: int | None = None
+        """Blocks that the running sequences still need for their known tokens, once admission has counted them."""
         self.inits: list[SlotInit] = []
         self.appends: list[BlockAppend] = []
         self.copies: list[BlockCopy] = []
@@ -490,7 +493,7 @@ class Scheduler:
             hit = self._match(sequence, len(hit.path) * self._block_tokens)
             wanted = min(known - hit.length, build.budget, build.prefill_budget)
             length = tables.room_after(hit, wanted)
-        if length < 1 or (self._running and not self._admissible(known, hit, wanted)):
+        if length < 1 or (self._running and not self._admissible(known, hit, wanted, build)):
             return False
         if length < known - hit.length and not self.config.chunked_prefill:
             return False
@@ -515,13 +518,17 @@ class Scheduler:
                 self._prefix_queries_tokens += sequence.prompt_length
                 self._prefix_hit_tokens += hit.length
         self._add_chunk(sequence, length, build)
+        if build.promised is not None:
+            build.promised += tables.promised(sequence)
         return True
 
-    def _admissible(self, known: int, hit: Hit, first: int) -> bool:
+    def _admissible(self, known: int, hit: Hit, first: int, build: _Build) -> bool:
+        if build.promised is None:
+            build.promised = sum(self._tables.promised(s) for s in self._running)
         return self._admission.admits(
             whole_blocks=self._tables.whole_need(known, hit),
             first_blocks=self._tables.first_need(hit, first),
-            promised_blocks=sum(self._tables.promised(s) for s in self._running),
+            promised_blocks=build.promised,
             free_blocks=self._tables.free_beside(hit),
             watermark_blocks=self._watermark_blocks,
         )
