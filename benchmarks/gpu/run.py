@@ -1,4 +1,5 @@
-"""Run the GPU comparison's requests on Headrace's engine in this process: `run.py MODEL [part …]`; one JSON line a result.
+"""Run the GPU comparison's requests on Headrace's engine in this process: `run.py MODEL [FIELD=VALUE …] [part …]`; one JSON line
+a result. `FIELD=VALUE` sets a field of `EngineConfig`, say weights=fp8_channel kv=fp8.
 
 Parts: mixed single ttft uniform prefix (default: all), stall, host, submit, profile, steps; after `round` other prompts are
 drawn. Token ids in and out, greedy, EOS ignored. Beside a result stands what the planner predicts for it (`planned`: value,
@@ -7,6 +8,7 @@ low, high), where it can.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import queue
@@ -28,15 +30,15 @@ def report(**fields) -> None:
     print("RES", json.dumps(fields), flush=True)
 
 
-def planned(model: str, isl: int, osl: int, concurrency: int) -> dict[str, list[float]]:
+def planned(config: EngineConfig, isl: int, osl: int, concurrency: int) -> dict[str, list[float]]:
     """What `headrace plan` predicts for such requests on one H200."""
     from headrace.plan.deployment import Inputs
     from headrace.plan.perf import perf
 
     found = perf(
         Inputs(
-            model=model, gpu="h200", engine="headrace", weights="bf16", max_model_len=20480, max_num_seqs=256, isl=isl,
-            osl=osl, concurrency=concurrency,
+            model=config.model, gpu="h200", engine="headrace", weights="bf16" if config.weights == "auto" else config.weights,
+            kv=config.kv, max_model_len=20480, max_num_seqs=256, isl=isl, osl=osl, concurrency=concurrency,
         )
     )  # fmt: skip
     figures = {"ttft_ms": found.ttft_ms, "tpot_ms": found.tpot_ms, "out_tok_s": found.output_tokens_per_s}
@@ -45,9 +47,9 @@ def planned(model: str, isl: int, osl: int, concurrency: int) -> dict[str, list[
 
 class Bench:
     def __init__(self, model: str, **options) -> None:
-        self.model = model
+        self.config = EngineConfig(model=model, backend="cuda", **options)
         self.salt = 0  # added to the requests' seeds, so that no round finds another's prompts in the prefix cache
-        self.core = launch(EngineConfig(model=model, backend="cuda", **options))
+        self.core = launch(self.config)
         self.engine = InProcessEngine(self.core)
         info = self.core.info
         report(step="ready", s=round(time.monotonic() - process_start_s(), 2), startup=info.startup_s, notes=info.notes)
@@ -101,7 +103,7 @@ class Bench:
                 in_tok=sum(len(p) for p, _ in asks),
                 out_tok=out,
                 out_tok_s=round(out / s, 1),
-                planned=planned(self.model, 576, 320, 256),
+                planned=planned(self.config, 576, 320, 256),
             )
 
     def single(self, repeats: int = 2) -> None:
@@ -118,7 +120,7 @@ class Bench:
                 ttft_ms=round(1e3 * ttft, 2),
                 itl_ms=round(statistics.median(itl), 4),
                 all=itl,
-                planned=planned(self.model, length, 257, 1),
+                planned=planned(self.config, length, 257, 1),
             )
 
     def ttft(self) -> None:
@@ -129,7 +131,7 @@ class Bench:
                 prompt=length,
                 ms=round(1e3 * statistics.median(all_s), 2),
                 all=[round(1e3 * s, 2) for s in all_s],
-                planned=planned(self.model, length, 1, 1),
+                planned=planned(self.config, length, 1, 1),
             )
 
     def uniform(self) -> None:
@@ -139,7 +141,7 @@ class Bench:
             report(
                 step="uniform", B=batch, prefill_s=round(first, 4), prefill_tok_s=round(512 * batch / first),
                 step_ms=round(1e3 * (whole - first) / 256, 3), decode_tok_s=round(256 * batch / (whole - first), 1),
-                planned=planned(self.model, 512, 257, batch),
+                planned=planned(self.config, 512, 257, batch),
             )  # fmt: skip
 
     def prefix(self) -> None:
@@ -293,8 +295,18 @@ class Bench:
             )
 
 
-def main(model: str, parts: list[str]) -> None:
-    bench = Bench(model, max_model_len=20480, max_num_seqs=256, memory_fraction=0.88)
+def value(text: str) -> int | float | str:
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def main(model: str, words: list[str]) -> None:
+    options: dict[str, object] = {"max_model_len": 20480, "max_num_seqs": 256, "memory_fraction": 0.88}
+    options |= {k: value(v) for k, v in (w.split("=", 1) for w in words if "=" in w)}
+    parts = [w for w in words if "=" not in w]
+    bench = Bench(model, **options)
     bench.warm()
     for part in parts or ["mixed", "single", "ttft", "uniform", "prefix"]:
         getattr(bench, part)()

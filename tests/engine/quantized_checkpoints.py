@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -108,6 +109,7 @@ def compressed(weights: dict, layout: str):
     """Packed by the compressed-tensors library itself."""
 
     def pack(weight: torch.Tensor) -> Made:
+        pytest.importorskip("compressed_tensors", reason="what packs this checkpoint is not installed")
         from compressed_tensors.compressors import BaseCompressor
         from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
         from compressed_tensors.quantization.utils import calculate_qparams
@@ -135,6 +137,7 @@ def bnb(*, double: bool):
     """Packed by the bitsandbytes library itself."""
 
     def pack(weight: torch.Tensor) -> Made:
+        pytest.importorskip("bitsandbytes", reason="what packs this checkpoint is not installed")
         import bitsandbytes.functional as functional
 
         codes, state = functional.quantize_4bit(weight, blocksize=64, compress_statistics=double, quant_type="nf4")
@@ -145,6 +148,7 @@ def bnb(*, double: bool):
 
 
 def bnb_int8(weight: torch.Tensor) -> Made:
+    pytest.importorskip("bitsandbytes", reason="what packs this checkpoint is not installed")
     import bitsandbytes.functional as functional
 
     with warnings.catch_warnings():
