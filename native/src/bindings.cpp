@@ -183,15 +183,16 @@ void set_kv(PyModel& m, Bytes pool, int type, int slots, int64_t blocks, int blo
   p.kv_heads = kv_heads;
   p.head_dim = head_dim;
   p.value_dim = value_dim;
-  p.block_stride = p.bytes((int64_t)kv_heads * block_tokens * (head_dim + value_dim)) + p.scale_bytes();
-  require((int64_t)pool.shape(0) % p.block_stride == 0 && (int64_t)pool.shape(0) / p.block_stride == blocks * slots, "pool: wrong number of bytes");
+  const int64_t each = p.block_bytes();
+  require((int64_t)pool.shape(0) % each == 0 && (int64_t)pool.shape(0) / each == blocks * slots, "pool: wrong number of bytes");
+  p.block_stride = slots * each;
   for (const auto& l : m.model.layers) {
     require(l.slot >= 0 && l.slot < slots && l.group >= 0 && l.group < groups, "layer: group or slot out of range");
     require(l.kv_heads == kv_heads && l.head_dim == head_dim && l.value_dim == value_dim, "layer: its heads differ from the pool's");
   }
   m.model.kv.clear();
   for (int s = 0; s < slots; s++) {
-    p.base = pool.data() + (int64_t)s * blocks * p.block_stride;
+    p.base = pool.data() + s * each;
     m.model.kv.push_back(p);
   }
   m.model.kv_blocks = blocks;

@@ -19,8 +19,8 @@ constexpr int kKeyGroup = 32;
 // [head_dim] minima of the keys, then for each head [block_tokens] steps and [block_tokens] minima of the values, fp16.
 struct KvPool {
   KvType type = KvType::f16;
-  uint8_t* base = nullptr;  // first block of this layer
-  int64_t block_stride = 0;
+  uint8_t* base = nullptr;  // this layer's part of block 0
+  int64_t block_stride = 0;  // bytes from a block to the next: the parts of all layers that share the pool's blocks
   int block_tokens = 16, kv_heads = 0, head_dim = 0, value_dim = 0;
 
   int64_t bytes(int64_t numbers) const {
@@ -31,6 +31,7 @@ struct KvPool {
     if (type == KvType::u4) return (int64_t)kv_heads * (block_tokens / kKeyGroup * head_dim + block_tokens) * 4;
     return 0;
   }
+  int64_t block_bytes() const { return bytes((int64_t)kv_heads * block_tokens * (head_dim + value_dim)) + scale_bytes(); }
   uint8_t* keys(int64_t block, int head) const { return base + block * block_stride + bytes((int64_t)head * block_tokens * head_dim); }
   uint8_t* values(int64_t block, int head) const {
     return base + block * block_stride + bytes((int64_t)kv_heads * block_tokens * head_dim + (int64_t)head * block_tokens * value_dim);

@@ -497,7 +497,7 @@ void Model::logits(int64_t first, int64_t count, float* out) {
 }
 
 void Model::copy_block(int64_t source, int64_t target) {
-  for (auto& p : kv) std::memcpy(p.base + target * p.block_stride, p.base + source * p.block_stride, p.block_stride);
+  for (auto& p : kv) std::memcpy(p.base + target * p.block_stride, p.base + source * p.block_stride, p.block_bytes());
 }
 
 size_t Model::buffer_bytes() const {
