@@ -7,6 +7,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any
 
 from headrace.base.errors import HeadraceError
+from headrace.base.process import import_numpy
 from headrace.cli._declared import ENGINE, SAMPLING, ChatTemplateFile, Command, Option
 from headrace.control.params import SamplingParams
 from headrace.spec.config import EngineConfig
@@ -31,6 +32,7 @@ def chat(
     """Talk with a model in the terminal. Ctrl-C cuts an answer short, Ctrl-D ends; /help lists the commands."""
     from rich.console import Console
 
+    import_numpy()
     from headrace.llm import LLM
 
     console = Console(highlight=False)

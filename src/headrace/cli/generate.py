@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 from headrace.base.errors import InvalidInput
-from headrace.base.process import collector_paused, process_start_s
+from headrace.base.process import collector_paused, import_numpy, process_start_s
 from headrace.cli._declared import ENGINE, SAMPLING, ChatTemplateFile, Command, Option
 from headrace.control.params import SamplingParams
 from headrace.spec.config import EngineConfig
@@ -36,6 +36,7 @@ def generate(
     if chat_template is not None and not chat:
         raise InvalidInput("has no meaning without --chat", field="chat_template")
     with collector_paused():
+        import_numpy()
         from headrace.llm import LLM
 
         llm = LLM.from_config(config, chat_template)
