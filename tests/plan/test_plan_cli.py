@@ -129,6 +129,15 @@ def test_validate_contract(capsys, tmp_path):
         (("fit", "llama-3.1-8b", "--context", "0"), "context"),
         (("fit", "llama-3.1-8b", "--gpus", "0"), "gpus"),
         (("simulate", "llama-3.1-8b", "--arrivals", "never"), "arrivals"),
+        (("rank", "llama-3.1-8b", "--isl", "0"), "isl"),
+        (("rank", "llama-3.1-8b", "--rate", "-1"), "rate"),
+        (("rank", "llama-3.1-8b", "--ttft-ms", "0"), "ttft_ms"),
+        (("rank", "llama-3.1-8b", "--tpot-ms", "nan"), "tpot_ms"),
+        (("rank", "llama-3.1-8b", "--price", "h100-sxm-80=nan"), "price"),
+        (("rank", "llama-3.1-8b", "--weights", "int3"), "int3"),
+        (("rank", "llama-3.1-8b", "--kv", "int3"), "int3"),
+        (("rank", "llama-3.1-8b", "--engine", "naive"), "naive"),
+        (("fit", "llama-3.1-8b", "--report", f"{__file__}/report.html"), __file__),
         (("validate", "/nowhere.csv"), "nowhere"),
     ],
 )
@@ -137,6 +146,13 @@ def test_bad_input_is_exit_code_two_with_the_field(capsys, arguments, named):
     assert code == 2
     assert out == ""
     assert named in err
+
+
+def test_points_that_are_no_text_are_refused(capsys, tmp_path):
+    (tmp_path / "points.csv").write_bytes(bytes(range(128, 256)))
+    code, _, err = run(capsys, "validate", str(tmp_path / "points.csv"))
+    assert code == 2
+    assert "points.csv is not UTF-8 text" in err
 
 
 def test_catalogs_are_listed(capsys):

@@ -92,6 +92,12 @@ def main(argv: list[str] | None = None) -> None:
     except BrokenPipeError:  # the reader of our output is gone (`headrace … | head`)
         sys.stderr.close()
         sys.exit(1)
+    except OSError as error:  # a path that was given and cannot be read or written, or a full disk
+        if error.filename is None:
+            raise
+        wrong = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)
+        said = HeadraceError(error.strerror or type(error).__name__, field=str(error.filename))
+        sys.exit(_say(said, 2 if isinstance(error, wrong) else 1))
 
 
 def _run_plain(verb: str, arguments: list[str]) -> bool:

@@ -193,8 +193,8 @@ def rank(
         Need.from_preset(
             model,
             chosen,
-            isl=isl or chosen.isl,
-            osl=osl or chosen.osl,
+            isl=chosen.isl if isl is None else isl,
+            osl=chosen.osl if osl is None else osl,
             slo=slo,
             engine=engine,
             gpus=tuple(gpu or ()),

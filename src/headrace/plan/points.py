@@ -91,6 +91,8 @@ def read_points(path: Path) -> list[Point]:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise InvalidInput(f"cannot read {path}: {error.strerror}", field="points") from error
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{path.name} is not UTF-8 text: {error.reason}", field="points") from None
     rows = csv.DictReader(text.splitlines())
     missing = [name for name in INPUT_COLUMNS if name not in (rows.fieldnames or ())]
     if missing:

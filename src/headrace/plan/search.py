@@ -114,8 +114,7 @@ def rank(need: Need, calibration: CalibrationSet | None = None) -> Ranking:
     """Sweep the space and rank what meets the need."""
     chosen = calibration or shipped()
     find_model(need.model)  # a wrong name is the caller's error, not a rejected candidate
-    if need.min_users < 1:
-        raise InvalidInput(f"min_users must be at least 1, got {need.min_users}", field="users")
+    _check(need)
     for gpu in need.gpus:
         hardware.find(gpu)
     for field, values in (("gpus", need.counts), ("pp", need.pp), ("dp", need.dp)):
@@ -146,6 +145,30 @@ def rank(need: Need, calibration: CalibrationSet | None = None) -> Ranking:
     stale = {w for c in candidates for w in c.notes if w.startswith("price of")}
     notes.extend(sorted(stale))
     return Ranking(need, tuple(candidates), tuple(rejected), tuple(notes))
+
+
+def _check(need: Need) -> None:
+    """What would be wrong with every candidate is wrong with the question."""
+    if need.min_users < 1:
+        raise InvalidInput(f"min_users must be at least 1, got {need.min_users}", field="users")
+    if need.rate_rps is not None and not 0 < need.rate_rps < float("inf"):
+        raise InvalidInput(f"rate must be above 0 requests per second, got {need.rate_rps}", field="rate")
+    for gpu, price in need.prices.items():
+        if not 0 < price < float("inf"):
+            raise InvalidInput(f"the price of {gpu} must be above 0, got {price}", field="price")
+    for weights in need.weights:
+        for kv in need.kv:
+            resolve(
+                Inputs(
+                    model=need.model,
+                    gpu="h200-sxm-141",
+                    engine=need.engine,
+                    weights=weights,
+                    kv=kv,
+                    isl=need.isl,
+                    osl=need.osl,
+                )
+            )
 
 
 def _order(c: Candidate) -> tuple[bool, float]:

@@ -24,6 +24,12 @@ class Slo(msgspec.Struct, frozen=True):
     ttft_ms: float | None = None
     tpot_ms: float | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("ttft_ms", "tpot_ms"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise InvalidInput(f"{name} must be above 0, got {value}", field=name)
+
     def met(self, ttft_ms: float, tpot_ms: float) -> bool:
         """Whether one request was served in time."""
         return (self.ttft_ms is None or ttft_ms <= self.ttft_ms) and (self.tpot_ms is None or tpot_ms <= self.tpot_ms)
