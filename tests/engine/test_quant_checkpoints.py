@@ -367,6 +367,7 @@ REFUSED = {
         },
         "mixed",
     ),
+    "ignored-by-half-an-expression": ("ct-int4", {"ignore": ["re:("]}, "regular expression"),
     "other-method": ("awq", {"quant_method": "fp8"}, "no tensor is stored so"),
 }
 

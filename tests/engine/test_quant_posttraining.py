@@ -239,7 +239,10 @@ def test_folding_scales_leaves_the_function_as_it_is(tmp_path, case, monkeypatch
 
     def random_scales(matrices, inputs, form, grid):
         folded.append(len(matrices))
-        return torch.rand(matrices[0].shape[1], generator=torch.Generator().manual_seed(len(folded))) + 0.5
+        return (
+            torch.rand(next(iter(matrices.values())).shape[1], generator=torch.Generator().manual_seed(len(folded)))
+            + 0.5
+        )
 
     monkeypatch.setattr(awq, "_search", random_scales)
     with torch.inference_mode():
@@ -444,6 +447,78 @@ def test_nan_weights_are_named(tmp_path):
     with pytest.raises(HeadraceError, match=r"layers\.2\.self_attn\.k_proj"):
         made(folder, tmp_path / "out")
     assert not (tmp_path / "out" / "config.json").exists()
+
+
+def spoilt(folder, change):
+    """The folder with its tensors changed by `change`."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+OTHER_WEIGHTS = {
+    "missing": (lambda t: t.pop(DOWN), r"down_proj\.weight' is missing"),
+    "short": (lambda t: t.update({DOWN: t[DOWN][:-1].contiguous()}), r"down_proj\.weight' has shape"),
+    "norm missing": (lambda t: t.pop("model.norm.weight"), r"model\.norm\.weight' is missing"),
+    "head missing": (lambda t: t.pop("lm_head.weight"), r"lm_head\.weight' is missing"),
+    "one layer more": (lambda t: t.update({"model.layers.9.mlp.down_proj.weight": torch.zeros(4, 4)}), r"layers\.9"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_WEIGHTS)
+def test_weights_that_the_config_does_not_describe_are_refused_before_anything_is_written(tmp_path, case):
+    change, words = OTHER_WEIGHTS[case]
+    _, folder = tiny_model(tmp_path, "llama", **WIDTHS)
+    spoilt(folder, change)
+    with pytest.raises(CorruptCheckpoint, match=words):
+        made(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("method", ["rtn", "awq", "gptq"])
+@pytest.mark.parametrize("name", ["model.layers.1.input_layernorm.weight", DOWN, "model.norm.weight"])
+def test_every_method_names_the_tensor_that_is_not_finite(tmp_path, method, name):
+    _, folder = tiny_model(tmp_path, "llama", **WIDTHS)
+    spoilt(folder, lambda tensors: tensors[name].view(-1)[:1].fill_(float("nan")))
+    with pytest.raises(CorruptCheckpoint, match="NaN") as caught:
+        made(folder, tmp_path / "out", method=method)
+    assert caught.value.field == name
+
+
+def test_awq_names_the_matrix_whose_scales_do_not_fit(tmp_path):
+    _, folder = tiny_model(tmp_path, "llama", **WIDTHS)
+    spoilt(folder, lambda tensors: tensors[DOWN].mul_(1e30))
+    with pytest.raises(InvalidInput, match="scales are not finite") as caught:
+        made(folder, tmp_path / "out", method="awq")
+    assert caught.value.field == DOWN
+
+
+@pytest.mark.parametrize("pattern", ["no.such", "re:(", "down_proj.weight"])
+def test_a_pattern_that_keeps_nothing_is_refused(tmp_path, pattern, capsys):
+    from headrace.cli.main import main
+
+    _, folder = tiny_model(tmp_path, "llama", **WIDTHS)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["quantize", str(folder), "--weights", "int8", "--out", str(tmp_path / "out"), "--keep", pattern])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert repr(pattern) in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path, capsys):
+    from headrace.cli.main import main
+
+    _, folder = tiny_model(tmp_path, "llama", **WIDTHS)
+    (tmp_path / "file").write_text("")
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["quantize", str(folder), "--weights", "int8", "--out", str(tmp_path / "file" / "out")])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert str(tmp_path / "file") in line
 
 
 def with_tokenizer(folder):

@@ -107,6 +107,12 @@ class LayerRun:
         yield at(n.down)
 
 
+def outline_of_layer(spec: ModelSpec, names: Names, checkpoint: Checkpoint, index: int) -> None:
+    """Take from `checkpoint` (over `Outlines`) every tensor of a layer: CorruptCheckpoint where one is missing or of another shape."""
+    rope = spec.layers[index].mixer.rope
+    layer_block(spec, names, checkpoint, index, () if rope is None else (rope,))
+
+
 class _Recording:
     """A linear layer that shows its input to `see`."""
 
@@ -186,3 +192,27 @@ class _Tensors:
         if name not in self._tensors:
             raise CorruptCheckpoint(f"tensor {name!r} is missing", field=name)
         return self._tensors[name]
+
+
+class Outlines:
+    """A `TensorSource` of shapes alone: all elements of a tensor are the same zero in memory."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._shapes = shapes
+
+    def names(self) -> Iterable[str]:
+        return self._shapes
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._shapes:
+            raise CorruptCheckpoint(f"tensor {name!r} is missing", field=name)
+        return self._shapes[name]
+
+    def read(self, name: str) -> Floats:
+        return torch.zeros(()).expand(self.shape(name)).numpy()
+
+    def rows(self, name: str) -> None:
+        return None
+
+    def stored(self, name: str) -> Stored:
+        return Stored.of_floats(self.read(name))

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from headrace.base.errors import InvalidInput
 from headrace.spec.accounting import UNQUANTIZED_PARTS, gguf_part
 from headrace.spec.quantization import module_part
 
@@ -22,6 +23,17 @@ class Policy:
 
     parts: frozenset[str] = UNQUANTIZED_PARTS
     modules: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for pattern in self.modules:
+            try:
+                re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+            except re.error as error:
+                raise InvalidInput(
+                    f"{pattern!r} is not a regular expression: {error}",
+                    field="modules",
+                    remedy="correct the list of modules that are left as they are",
+                ) from None
 
     def keeps(self, module: str) -> str | None:
         """Why the matrix of `module` (a tensor's name without `.weight`) stays as it is, or None if it is quantized."""

@@ -22,13 +22,14 @@ from headrace.base.files import write_atomic
 from headrace.engine.models import MODELS
 from headrace.engine.models._support import unsupported
 from headrace.engine.quant import export
-from headrace.engine.quant.calibration import CalibrationText, LayerRun
+from headrace.engine.quant.calibration import CalibrationText, LayerRun, Outlines, outline_of_layer
 from headrace.engine.quant.formats import Format, form
 from headrace.engine.quant.journal import Journal
 from headrace.engine.quant.methods import METHODS
 from headrace.engine.quant.methods._contract import LayerWork, Method, Settings
 from headrace.engine.quant.originals import Original, original
-from headrace.engine.quant.policy import Policy, layer_of
+from headrace.engine.quant.policy import Policy, layer_of, matches
+from headrace.engine.weights.checkpoint import Checkpoint
 from headrace.engine.weights.names import Names
 from headrace.engine.weights.safetensors import INDEX, SafetensorsSource, checkpoint_paths
 from headrace.spec.locate import ModelFiles
@@ -87,7 +88,9 @@ def quantize(
     }
     if not quantized:
         raise InvalidInput("the policy leaves nothing to quantize", field="weights")
+    _refuse_unmatched(policy, by_layer)
     export.refuse(chosen, {name: source.shape(name) for name in sorted(quantized)})
+    _refuse_other_weights(source)
     journal = Journal(out, _identity(source, chosen, method, settings, policy, calibration))
     try:
         run = _Run(source, chosen, how, settings, out, journal, calibration)
@@ -146,6 +149,8 @@ class _Run:
     ) -> tuple[float, dict[str, torch.Tensor]]:
         """Quantize and write a layer; its loss, and its tensors as they were rounded."""
         original = {name: torch.from_numpy(np.array(self._source.read(name))) for name in names}
+        for name, tensor in original.items():
+            _refuse_not_finite(name, tensor)
         matrices = tuple(name for name in names if name in quantized)
         work = LayerWork(i, self._names, dict(original), matrices, norm_offset=self._spec.norm_offset)
         if hidden is not None:
@@ -173,7 +178,10 @@ class _Run:
         if _ENDS in self._journal.done:
             self._check(_ENDS)
             return
-        self._write(_ENDS, {name: self._source.raw(name) for name in self._source.names() if name not in inside})
+        stored = {name: self._source.raw(name) for name in self._source.names() if name not in inside}
+        for name, tensor in stored.items():
+            _refuse_not_finite(name, tensor)
+        self._write(_ENDS, stored)
 
     def finish(self, policy: Policy, quantized: set[str]) -> None:
         """Index, tokenizer and, last of all, the config, whose presence says that the folder is whole."""
@@ -237,6 +245,38 @@ def _refuse(spec: ModelSpec, chosen: Format, how: Method, method: str, calibrati
         raise InvalidInput(f"{method} needs text to calibrate with", field="calibrate", remedy="give a text file")
     if calibration is not None and int(calibration.tokens.max()) >= spec.vocab_size:
         raise InvalidInput("the calibration text has tokens beyond the vocabulary", field="calibrate")
+
+
+def _refuse_unmatched(policy: Policy, by_layer: list[list[str]]) -> None:
+    modules = [_module(name) for names in by_layer for name in names]
+    for pattern in policy.modules:
+        if not any(matches(pattern, module) for module in modules):
+            raise InvalidInput(
+                f"{pattern!r} names no module of this model's layers",
+                field="keep",
+                remedy=f"names are like {modules[0]}; re:… must match from their beginning",
+            )
+
+
+def _refuse_other_weights(source: Original) -> None:
+    """CorruptCheckpoint if tensors are missing, of other shapes or without a place, as when the model is loaded; nothing is read."""
+    spec, names = source.spec, MODELS.get(source.spec.model_type).hf
+    found = Checkpoint(Outlines({name: source.shape(name) for name in source.names()}))
+    for i in range(len(spec.layers)):
+        outline_of_layer(spec, names, found, i)
+    table = (spec.vocab_size, spec.hidden_size)
+    found.take(f"{names.embedding}.weight", table)
+    found.take(f"{names.final_norm}.weight", (spec.hidden_size,))
+    if spec.tied_embeddings:
+        found.leave(f"{names.head}.weight")
+    else:
+        found.take(f"{names.head}.weight", table)
+    found.finish()
+
+
+def _refuse_not_finite(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+        raise CorruptCheckpoint(f"tensor {name!r} holds NaN or infinity", field=name, remedy="download it again")
 
 
 def _by_layer(source: Original) -> list[list[str]]:

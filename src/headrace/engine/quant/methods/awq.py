@@ -23,7 +23,7 @@ class ActivationAware:
 
     def quantize(self, work: LayerWork, form: Format, settings: Settings) -> dict[str, Packed]:
         for matrices, fold in _pairs(work):
-            scales = _search([work.tensors[m] for m in matrices], work.inputs[matrices[0]], form, settings.grid)
+            scales = _search({m: work.tensors[m] for m in matrices}, work.inputs[matrices[0]], form, settings.grid)
             for m in matrices:
                 work.tensors[m] = work.tensors[m] * scales
             fold(scales)
@@ -74,14 +74,16 @@ def _rows(work: LayerWork, name: str) -> Callable[[torch.Tensor], None]:
     return fold
 
 
-def _search(matrices: list[torch.Tensor], inputs: Inputs, form: Format, grid: int) -> torch.Tensor:
+def _search(matrices: dict[str, torch.Tensor], inputs: Inputs, form: Format, grid: int) -> torch.Tensor:
     """The scales [in] of least error; all ones (no scaling) are among them."""
     magnitude = (inputs.magnitude / max(inputs.count, 1)).clamp_(min=1e-6)
     best, least = torch.ones_like(magnitude), float("inf")
     for step in range(grid):
         scales = magnitude.pow(step / grid)
         scales = (scales / (scales.max() * scales.min()).sqrt()).clamp_(1e-4, 1e4)
-        loss = sum(inputs.loss(form.quantize(m * scales).dequantize() / scales - m) for m in matrices)
+        loss = sum(
+            inputs.loss(form.quantize(m * scales, name).dequantize() / scales - m) for name, m in matrices.items()
+        )
         if loss < least:
             best, least = scales, loss
     return best
