@@ -58,6 +58,14 @@ def test_names_do_not_collide():
         ("deepseek-ai/DeepSeek-R1", "deepseek-r1"),
         ("someone/Qwen3-32B-AWQ", "qwen3-32b"),
         ("zhipuai/GLM-5", "glm-5"),
+        ("nvidia/DeepSeek-R1-0528-FP4-v2", "deepseek-r1"),
+        ("Qwen/Qwen3-32B-FP8-Static-PerTensor_hf_quant", "qwen3-32b"),
+        ("amd/Llama-3.1-70B-Instruct-FP8-KV", "llama-3.1-70b"),
+        ("unsloth/Llama-3.3-70B-Instruct-bnb-4bit", "llama-3.3-70b"),
+        ("Llama-3_1-8B-Instruct", "llama-3.1-8b"),
+        ("Llama-3.1-8B (FP8)", "llama-3.1-8b"),
+        ("qwen3_235b_a22b", "qwen3-235b-a22b"),
+        ("Qwen/Qwen3-VL-235B-A22B-Instruct-FP8", "qwen3-vl-235b-a22b"),
     ],
 )
 def test_short_names_and_hub_ids(name, model_id):

@@ -84,20 +84,23 @@ def spellings(model: CatalogModel) -> Iterator[str]:
 
 _VARIANT = re.compile(
     r"[-_ .](fp8|fp4|nvfp4|mxfp4|bf16|fp16|int4|int8|awq|gptq|gguf|quantized|w8a8|w4a16|w8a16|dynamic|static|block|"
-    r"[48]bit|autoround|instruct|it|chat|base|hf|thinking|\d{4})$",
+    r"[48]bit|nf4|bnb|ptpc|per[-_]?(?:tensor|channel|token)|g\d+|kv|fp[48][-_]v\d|hf[-_]quant|preview|autoround|instruct|"
+    r"it|chat|base|hf|thinking|\d{4})$|\s*\([^()]*\)$",
     re.IGNORECASE,
 )
 """Endings that name a precision, a tuning or a date, none of which changes the geometry."""
+_VERSION = re.compile(r"(?<=\d)_(?=\d)")
+"""Some hub ids write the point of a version so: `Llama-3_1`."""
 
 
 def known(name: str) -> CatalogModel | None:
     """The entry called `name`, or None.
 
-    An id or a hub id; case, punctuation and organisation do not matter, and endings such as `-FP8-dynamic` or
+    An id or a hub id; case, punctuation and organisation do not matter, and endings such as `-FP8-dynamic`, `(FP8)` or
     `-Instruct-2507` are dropped one by one until something matches: they change the weights, not the geometry.
     """
     while True:
-        key = _index().get(fold(name))
+        key = _index().get(fold(name)) or _index().get(fold(_VERSION.sub(".", name)))
         if key is not None:
             return catalog()[key]
         shorter = _VARIANT.sub("", name)
