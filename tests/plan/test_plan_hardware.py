@@ -89,6 +89,13 @@ def test_absent_units_say_why():
         ("RTX 3090 (23.58 GiB)", "rtx-3090-24"),
         ("A40 46068 MiB", "a40-48"),
         ("T4-16GB", "t4-16"),
+        ("NVIDIA H100 80GB HBM3", "h100-sxm-80"),
+        ("NVIDIA A100-SXM4-40GB", "a100-sxm-40"),
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm-80"),
+        ("AMD Instinct MI300X", "mi300x-192"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090-24"),
+        ("8xH200", "h200-sxm-141"),
+        ("NVIDIA GB200", "gb200-192"),
     ],
 )
 def test_spellings(spelling, gpu_id):
@@ -105,6 +112,14 @@ def test_unknown_gpu_suggests():
     with pytest.raises(InvalidInput, match="h100-sxm-80") as caught:
         hardware.find("h100-smx")
     assert caught.value.field == "gpu"
+
+
+@pytest.mark.parametrize(
+    "other", ["H100 NVL", "GH200-96GB", "GB300", "H20", "A100-PCIE-40GB", "RTX 6000 Ada", "L40", "A10"]
+)
+def test_a_card_that_only_sounds_like_another_is_not_it(other):
+    with pytest.raises(InvalidInput, match="unknown GPU"):
+        hardware.find(other)
 
 
 def test_prices_age_and_can_be_overridden():

@@ -212,8 +212,12 @@ def catalog() -> dict[str, Gpu]:
     return known
 
 
+_SAYS_NOTHING = re.compile(r"^\d+ *x *(?=[a-z])|\b(?:nvidia|amd|instinct|geforce|hbm\d?e?)\b|(?<=sxm)\d\b|(?<=\d) *gb\b")
+"""What drivers and people write around a card's name: a count, the maker, the kind of memory, the socket's version, the unit."""
+
+
 def _fold(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
+    return re.sub(r"[^a-z0-9]", "", _SAYS_NOTHING.sub("", name.lower()))
 
 
 def spellings(gpu: Gpu) -> Iterator[str]:
@@ -224,7 +228,7 @@ def spellings(gpu: Gpu) -> Iterator[str]:
 
 
 def find(name: str) -> Gpu:
-    """The catalog entry called `name`: an id or an alias, in any case and punctuation.
+    """The catalog entry called `name`: an id or an alias, in any case and punctuation, as drivers write it or not.
 
     A size in parentheses overrides the usable memory: `H100-80GB (79.18 GiB)`; so does a trailing `46068 MiB`. Engines
     log binary sizes as "GB", so GB there is read as whichever unit lies closer to the catalog.
