@@ -44,8 +44,9 @@ def test_an_error_is_shared_fully_at_its_place_and_fades():
     assert shift([], here, "ttft") == 0.0
 
 
-def test_runs_are_weighted_by_kriging(table):
+def test_runs_are_weighted_by_kriging(table, monkeypatch):
     """Against the textbook form: the expected error given all others, solved as one system over every campaign."""
+    monkeypatch.setattr(fitting, "CONTRADICTED", math.inf)  # noise of one size, as in the textbook
     everything = np.ones(len(table), dtype=bool)
     plain = msgspec.structs.replace(shipped().main, runs={})
     carried = fitting.with_runs(table, plain, everything)
@@ -59,6 +60,34 @@ def test_runs_are_weighted_by_kriging(table):
         expected = within @ np.linalg.solve(within + NOISE * np.eye(len(within)), np.clip(error[seen], -2, 2))
         assert np.allclose(np.log(after[m] / before[m])[seen], expected, atol=2e-3)
         assert np.abs(np.log(table.observed[m] / after[m])[seen]).mean() < np.abs(error[seen]).mean()
+
+
+def test_a_run_that_its_neighbours_contradict_counts_less():
+    at = [(float(i), 0.0) for i in range(6)]
+    errors = np.array([0.1, 0.1, -2.0, 0.1, 0.1, 0.1])
+
+    def expected(errors, where):
+        found = fitting.kriging_weights(at, errors)
+        return sum(w * likeness(p, where) for w, p in zip(found, at, strict=True))
+
+    calm = expected(np.full(6, 0.1), (2.5, 0.0))
+    assert calm == pytest.approx(0.1, abs=0.02)
+    plain = np.linalg.solve([[likeness(a, b) + NOISE * (a == b) for b in at] for a in at], errors)
+    pulled = sum(w * likeness(p, (2.5, 0.0)) for w, p in zip(plain, at, strict=True))
+    assert abs(expected(errors, (2.5, 0.0)) - calm) < 0.5 * abs(pulled - calm)
+    # Runs that agree are believed, however far they are from the fit.
+    assert expected(np.full(6, -1.5), (2.5, 0.0)) == pytest.approx(-1.5, abs=0.15)
+    # One run alone: the further it is off, the smaller the part of it that is carried over.
+    small, large = (fitting.kriging_weights(at[:1], np.array([e]))[0] / e for e in (0.1, 1.8))
+    assert large < 0.8 * small
+
+
+def test_a_small_model_says_less_about_a_large_one_of_its_family():
+    def place(model):
+        return position(resolve(msgspec.structs.replace(QUESTION, model=model)), 32, 2048, 256)
+
+    assert likeness(place("qwen3-8b"), place("qwen3-32b")) < likeness(place("qwen3-14b"), place("qwen3-32b")) < 1.0
+    assert place("qwen3-32b") == place("Qwen/Qwen3-32B-FP8")
 
 
 def test_runs_left_out_are_not_used(table):

@@ -41,7 +41,17 @@ from headrace.plan.costs.roofline import (
 )
 from headrace.plan.costs.work import Work
 from headrace.plan.deployment import resolve
-from headrace.plan.neighbours import LARGEST, NOISE, Run, campaign_name, likeness, position, shift
+from headrace.plan.neighbours import (
+    CONTRADICTED,
+    LARGEST,
+    NOISE,
+    ROUNDS,
+    Run,
+    campaign_name,
+    likeness,
+    position,
+    shift,
+)
 from headrace.plan.points import Point
 from headrace.plan.workload import Traffic, traffic
 
@@ -305,6 +315,22 @@ def predict(t: Table, c: Calibration) -> dict[str, Array]:
     return {m: np.exp(logs[i]) for i, m in enumerate(METRICS)}
 
 
+def kriging_weights(at: Sequence[Sequence[float]], errors: Array) -> Array:
+    """Weights with which measured runs at these positions, with these errors of the fit in logarithms, move their neighbours.
+
+    Noise is heavy-tailed (Student's t, by reweighting): what leaving a run out says of its error decides how much it counts.
+    """
+    alike = np.array([[likeness(a, b) for b in at] for a in at]).reshape(len(at), len(at))
+    clipped = np.clip(errors, -LARGEST, LARGEST)
+    noise = np.full(len(at), NOISE)
+    for _ in range(ROUNDS):
+        precision = np.linalg.inv(alike + np.diag(noise))
+        found: Array = precision @ clipped
+        left_out = found / np.diag(precision)
+        noise = NOISE * (1.0 + (left_out / CONTRADICTED) ** 2)
+    return found
+
+
 def with_runs(t: Table, c: Calibration, mask: Mask) -> Calibration:
     """The calibration with the errors that it makes on the points of `mask`, as weights of measured runs."""
     predicted = predict(t, c)
@@ -315,10 +341,8 @@ def with_runs(t: Table, c: Calibration, mask: Mask) -> Calibration:
         for m in METRICS:
             error = np.log(t.observed[m][rows] / predicted[m][rows])
             seen = np.flatnonzero(np.isfinite(error))
-            at = [t.positions[rows[k]] for k in seen]
-            alike = np.array([[likeness(a, b) for b in at] for a in at]).reshape(len(at), len(at))
-            alike += NOISE * np.eye(len(at))
-            weights[m][seen] = np.linalg.solve(alike, np.clip(error[seen], -LARGEST, LARGEST))
+            if len(seen):
+                weights[m][seen] = kriging_weights([t.positions[rows[k]] for k in seen], error[seen])
         runs[name] = [
             Run(
                 tuple(round(x, 4) for x in t.positions[row]),

@@ -2,18 +2,21 @@
 
 Simple kriging: errors of two runs of one campaign (family, engine, card, version, weight format) are alike by
 exp(-distance / `REACH`), where the distance is taken between the logarithms of what distinguishes the runs, and every
-measurement has an error of its own, `NOISE` of the variance that is shared. Runs of other campaigns say nothing: carrying
-such errors across families made predictions worse.
+measurement has an error of its own, `NOISE` of the variance that is shared; more of it where its neighbours contradict it
+(`fitting.kriging_weights`). Runs of other campaigns say nothing: carrying such errors across families made predictions worse.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import msgspec
 
 from headrace.plan.deployment import Deployment
+from headrace.spec.accounting import parameters
+from headrace.spec.model import ModelSpec
 
 REACH = 3.0
 """Distance over which likeness falls to 1/e, in natural logarithms: three means a factor of 20 in one of the coordinates."""
@@ -21,6 +24,10 @@ NOISE = 0.1
 """Variance of a single measurement over the variance that neighbours share."""
 LARGEST = 2.0
 """Errors count at most this much, in logarithms."""
+CONTRADICTED = 0.7
+"""A run that lies this far from what the others expect of it, in logarithms (a factor of two), counts with twice its noise."""
+ROUNDS = 4
+"""Passes over which noise and weights settle."""
 
 TP = 3
 """Place of the tensor-parallel size in a position."""
@@ -42,9 +49,15 @@ def campaign_name(family: str, d: Deployment) -> str:
 
 
 def position(d: Deployment, requests: float, isl: float, osl: float) -> tuple[float, ...]:
-    """Where a run lies among those of its campaign: logarithms of its load and its layout."""
+    """Where a run lies among those of its campaign: logarithms of its load, its layout and the model's active parameters."""
     layout = d.layout
-    return tuple(math.log(max(1.0, x)) for x in (requests, isl, osl, layout.tp, layout.dp, layout.ep))
+    active = _active_parameters(d.model.spec)
+    return tuple(math.log(max(1.0, x)) for x in (requests, isl, osl, layout.tp, layout.dp, layout.ep, active))
+
+
+@lru_cache(maxsize=128)
+def _active_parameters(spec: ModelSpec) -> float:
+    return float(parameters(spec).active)
 
 
 def likeness(a: Sequence[float], b: Sequence[float]) -> float:
