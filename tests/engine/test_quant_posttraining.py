@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import suppress
 from importlib.util import find_spec
 
@@ -519,6 +520,40 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path, capsys):
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert str(tmp_path / "file") in line
+
+
+def test_others_may_read_the_folder_as_the_umask_says(tmp_path):
+    _, folder = tiny_model(tmp_path, "llama", **WIDTHS)
+    before = os.umask(0o022)
+    try:
+        made(folder, tmp_path / "out")
+    finally:
+        os.umask(before)
+    assert {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir() if path.is_file()} == {
+        path.name: 0o644 for path in (tmp_path / "out").iterdir()
+    }
+
+
+def test_a_full_disk_is_said_and_the_run_can_be_continued(tmp_path, monkeypatch):
+    from safetensors import SafetensorError
+
+    _, folder = tiny_model(tmp_path, "llama", **WIDTHS)
+    made(folder, tmp_path / "whole")
+    written = []
+
+    def full(tensors, path, **how):
+        if written:
+            raise SafetensorError("I/O error: No space left on device")
+        written.append(path)
+        save_file(tensors, path, **how)
+
+    with monkeypatch.context() as m:
+        m.setattr("safetensors.torch.save_file", full)
+        with pytest.raises(HeadraceError, match=r"layer-00001.*No space left.*repeat the command"):
+            made(folder, tmp_path / "out")
+    made(folder, tmp_path / "out")
+    for path in (tmp_path / "whole").iterdir():
+        assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
 
 
 def with_tokenizer(folder):

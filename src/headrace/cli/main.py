@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import pkgutil
 import sys
@@ -93,10 +94,11 @@ def main(argv: list[str] | None = None) -> None:
         sys.stderr.close()
         sys.exit(1)
     except OSError as error:  # a path that was given and cannot be read or written, or a full disk
-        if error.filename is None:
+        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         wrong = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)
-        said = HeadraceError(error.strerror or type(error).__name__, field=str(error.filename))
+        path = None if error.filename is None else str(error.filename)
+        said = HeadraceError(error.strerror or type(error).__name__, field=path)
         sys.exit(_say(said, 2 if isinstance(error, wrong) else 1))
 
 

@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.base.errors import CorruptCheckpoint, InvalidInput, UnsupportedModel
+from headrace.base.errors import CorruptCheckpoint, HeadraceError, InvalidInput, UnsupportedModel
 from headrace.base.files import write_atomic
 from headrace.engine.models import MODELS
 from headrace.engine.models._support import unsupported
 from headrace.engine.quant import export
 from headrace.engine.quant.calibration import CalibrationText, LayerRun, Outlines, outline_of_layer
 from headrace.engine.quant.formats import Format, form
+from headrace.engine.quant.journal import NAME as JOURNAL
 from headrace.engine.quant.journal import Journal
 from headrace.engine.quant.methods import METHODS
 from headrace.engine.quant.methods._contract import LayerWork, Method, Settings
@@ -205,13 +206,23 @@ class _Run:
         return hidden * self._spec.embedding_scale
 
     def _write(self, part: str, stored: dict[str, torch.Tensor], **facts: Any) -> None:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         path = self._out / _file(part)
         temporary = path.with_suffix(".partial")
-        save_file({k: v.contiguous() for k, v in stored.items()}, temporary, metadata={"format": "pt"})
+        try:
+            save_file({k: v.contiguous() for k, v in stored.items()}, temporary, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise HeadraceError(
+                f"{temporary} cannot be written: {error}",
+                field=str(temporary),
+                remedy="make room and repeat the command, which goes on from here",
+            ) from None
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
+            # The library lets only the owner read; the journal was made with the user's own umask.
+            os.fchmod(file.fileno(), (self._out / JOURNAL).stat().st_mode & 0o777)
         os.replace(temporary, path)
         size = sum(t.nbytes for t in stored.values())
         self._journal.finish(part, tensors=sorted(stored), bytes=size, file_bytes=path.stat().st_size, **facts)
