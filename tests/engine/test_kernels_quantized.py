@@ -9,7 +9,7 @@ from kernel_device import DEVICE, DTYPES, ON_GPU, TOLERANCE, gap, randn
 from headrace.engine.cuda.repack import repacked, unfit
 from headrace.engine.kernels.eight_bits import rescale, round_rows
 from headrace.engine.kernels.gemm import MAX_ROWS, Gained, GemmConfig, GemmWorkspace
-from headrace.engine.kernels.quantized import dequantize, quantized_gemm
+from headrace.engine.kernels.quantized import dequantize, has_gluon, not_direct, quantized_gemm
 from headrace.engine.quant.formats import Packed, form
 from headrace.spec.precision import precision
 
@@ -58,8 +58,12 @@ def test_inner_steps_of_several_groups(name):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["int4_g64_asym", "nf4", "fp8_e4m3"])
 def test_what_is_fused(dtype, name):
+    fused(dtype, name, 5, GemmConfig(32, 128, 2, 2, 2))
+
+
+def fused(dtype, name, rows, config):
     """Norm, bias and act(gate) * up; then the residual sum with the next norm's gain."""
-    rows, inner, columns = 5, 256, 128
+    inner, columns = 256, 128
     parts, w = packed_parts(name, (columns, columns), inner)
     matrix, work = repacked(parts), GemmWorkspace(1 << 16, 64, DEVICE)
     x, gain, bias = randn(rows, inner, dtype=dtype), randn(inner, dtype=dtype, seed=2), randn(256, dtype=dtype, seed=3)
@@ -68,7 +72,6 @@ def test_what_is_fused(dtype, name):
     padded[0, :rows] = squares
     source = Gained((x.float() * gain.float()).to(dtype), padded, 1)
     out = torch.full((rows, columns), float("nan"), dtype=dtype, device=DEVICE)
-    config = GemmConfig(32, 128, 2, 2, 2)
     quantized_gemm(source, matrix, out, work, config, eps=1e-5, bias=bias, pair="silu")
     xd = x.double()
     both = (xd / (xd.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain.double()) @ w.T + bias.double()
@@ -85,6 +88,55 @@ def test_what_is_fused(dtype, name):
     assert gap(out, wanted) < TOLERANCE[dtype]
     assert gap(gained.values, out.double() * following.double()) < TOLERANCE[dtype]
     assert gap(gained.squares[: gained.count, :rows].sum(0), out.double().square().sum(1)) < TOLERANCE[dtype]
+
+
+DIRECT = tuple(n for n in FORMATS if n not in ("int4_g32", "int4_g32_asym", "int8_g64_asym"))
+direct_only = pytest.mark.skipif(not (ON_GPU and has_gluon()), reason="Gluon kernels have no interpreter")
+
+
+@direct_only
+@pytest.mark.parametrize("name", DIRECT)
+@pytest.mark.parametrize(
+    ("rows", "config"),
+    [
+        (1, GemmConfig(16, 128, 1, 4, 1, rows=1, direct=True)),
+        (1, GemmConfig(32, 128, 1, 2, 2, rows=1, direct=True, registers=128)),
+        (5, GemmConfig(16, 128, 1, 2, 2, rows=8, direct=True)),
+        (8, GemmConfig(16, 128, 1, 8, 1, rows=8, direct=True)),
+    ],
+)
+def test_codes_straight_to_registers(name, rows, config):
+    parts, w = packed_parts(name, (256, 128), 1024)
+    x = randn(rows, 1024, dtype=torch.bfloat16)
+    out = torch.full((rows, 384), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    work = GemmWorkspace(1 << 16, 64, DEVICE)
+    quantized_gemm(x, repacked(parts), out, work, config)
+    assert gap(out, x.double() @ w.T) < TOLERANCE[torch.bfloat16]
+    # Beside the other kernel, whose sums are fp32 too: nothing but the order of sums and one rounding apart.
+    other = torch.empty_like(out)
+    quantized_gemm(x, repacked(parts), other, work, GemmConfig(32, 128, 1, 2, 2))
+    assert gap(out, other) < 4e-3
+
+
+@direct_only
+@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("name", ["int4_g64_asym", "int4_g128", "nf4", "mxfp4", "int8", "fp8_e4m3"])
+def test_what_is_fused_straight_to_registers(name, rows):
+    fused(torch.bfloat16, name, rows, GemmConfig(16, 128, 1, 2, 1, rows=1 if rows == 1 else 8, direct=True))
+
+
+def test_matrices_that_cannot_go_straight_to_registers_are_named():
+    config = GemmConfig(16, 128, 1, 2, 2, direct=True)
+
+    def why(name: str, columns: int = 64, inputs: int = 512) -> str:
+        return not_direct(repacked([form(name).quantize(torch.randn(columns, inputs))]), columns, config) or ""
+
+    assert why("int4_g128") == why("mxfp4") == why("nf4") == why("fp8_block128", 128) == ""
+    assert "groups of 32" in why("int4_g32")
+    assert "zero points of 8 bits" in why("int8_g64_asym")
+    assert "whole steps of 2 warps" in why("int8", inputs=640)
+    assert "not a multiple of 16" in why("int8", columns=72)
+    assert "chunks are of 64 inputs" in why("int4", inputs=192)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

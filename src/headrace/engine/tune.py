@@ -25,7 +25,14 @@ from headrace.engine.cuda.repack import repacked
 from headrace.engine.kernels.decode import DecodeWorkspace, decode_attention
 from headrace.engine.kernels.gemm import MAX_ROWS, PART_ROWS, Gained, GemmConfig, GemmWorkspace, skinny_gemm
 from headrace.engine.kernels.launchers import separate_launchers
-from headrace.engine.kernels.quantized import QuantMatrix, quantized_gemm
+from headrace.engine.kernels.quantized import (
+    DIRECT_INPUTS,
+    DIRECT_ROWS,
+    QuantMatrix,
+    has_gluon,
+    not_direct,
+    quantized_gemm,
+)
 from headrace.engine.kernels.table import (
     DECODE_BUCKETS,
     STREAMED_AS,
@@ -122,6 +129,16 @@ def candidates(bucket: int, shape: Shape, sms: int, *, tma: bool) -> Iterator[Ge
 
 def quantized_candidates(bucket: int, shape: Shape, w: QuantMatrix, sms: int) -> Iterator[GemmConfig]:
     """The same for quantized weights, whose unpacking takes many warps."""
+    if bucket <= DIRECT_ROWS and has_gluon():
+        for warps, ahead, registers in itertools.product((2, 4, 8, 16), (1, 2, 4, 7, 8), (0, 80, 128)):
+            found = GemmConfig(
+                16, DIRECT_INPUTS, 1, warps, ahead, rows=bucket, direct=True, registers=registers
+            )  # fmt: skip
+            crowded = ahead * (2 if shape.pair else 1) * (8 if w.kind <= NF4_CODES.value else 16) > 120
+            if not_direct(w, shape.columns, found) is None and not crowded:
+                yield found
+        if bucket == 1:
+            return
     least = max(w.group, 2 * w.chunk_bytes) if w.kind <= NF4_CODES.value else max(w.group, 64)
     shapes = [(16, 1), (32, 2), (64, 2)]
     if bucket >= 64:
@@ -148,7 +165,7 @@ def measure_quantized(
     device: torch.device,
     report: Callable[[str], None],
     *,
-    buckets: Sequence[int] = (8, 16, 32, 64),
+    buckets: Sequence[int] = (1, 8, 16, 32, 64),
     dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, dict[str, int] | None]:
     """The table's entries for products with weights of a format, the head left out, which stays as it is."""
@@ -163,13 +180,13 @@ def measure_quantized(
 
     def fits(job: tuple[tuple[int, Shape], GemmConfig]) -> bool:
         (bucket, shape), config = job
-        return benches[shape].fits(1 if bucket == buckets[0] else bucket, config)
+        return benches[shape].fits(bucket, config)
 
     with ThreadPoolExecutor(14 if separate_launchers() else 1) as threads:
         good = {job for job, fine in zip(jobs, threads.map(fits, jobs), strict=True) if fine}
     torch.cuda.synchronize(device)
     for bucket in buckets:
-        rows = 1 if bucket == buckets[0] else bucket
+        rows = bucket
         ours = theirs = 0.0
         best: dict[Shape, GemmConfig] = {}
         for shape in products:

@@ -14,7 +14,7 @@ import torch
 
 from headrace.engine.kernels.eight_bits import rescale, round_rows
 from headrace.engine.kernels.gemm import MAX_ROWS, GemmConfig, GemmWorkspace
-from headrace.engine.kernels.quantized import BY_PART, BY_ROW, QuantMatrix, dequantize, quantized_gemm
+from headrace.engine.kernels.quantized import BY_PART, BY_ROW, QuantMatrix, dequantize, has_gluon, quantized_gemm
 from headrace.engine.kernels.table import GemmTable
 from headrace.engine.kernels.unpack import FP8, INT8
 from headrace.engine.quant.formats import Packed
@@ -71,6 +71,7 @@ class Products:
     ) -> None:
         self._table, self._work, self._pdl = table, work, pdl
         self._cuda, self._fp8 = device.type == "cuda", device.type == "cuda" and capability >= FP8_CAPABILITY
+        self._direct = self._cuda and dtype == torch.bfloat16 and has_gluon()
         found = [m for m in matrices if not isinstance(m, torch.Tensor)]
         dense = max((m.shape[0] * m.shape[1] for m in found if self.rounded_to(m) != torch.float8_e4m3fn), default=0)
         self._scratch = torch.empty(dense, dtype=dtype, device=device)
@@ -115,7 +116,8 @@ class Products:
             return self._table.config(rows, w.shape[0] // (2 if pair else 1), w.shape[1], pair=pair)
         if isinstance(w, PackedParts):
             return None
-        return self._table.quantized(rows, w, pair=pair, rounded=self.rounded_to(w) is not None)
+        rounded = self.rounded_to(w) is not None
+        return self._table.quantized(rows, w, pair=pair, rounded=rounded, direct=self._direct)
 
     def adds(self, w: Matrix, rows: int) -> bool:
         """Whether `added` is offered: the library's product adds up by itself."""

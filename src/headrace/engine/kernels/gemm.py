@@ -32,6 +32,9 @@ class GemmConfig:
 
     `tma`: operands come by bulk tensor copies (compute capability 9 and later; columns and inner must divide evenly).
     `rows`: the rows are padded to so many (0: the least power of two); one kernel then serves all numbers up to it.
+    `direct`: quantized weights go to registers without shared memory, the inner dimension is split among the warps, and
+    `stages` counts the steps that are loaded ahead (`headrace.engine.kernels.streamed`; `block_k` and `split_k` do not
+    count). `registers`: a thread's at most, so that more programs are on a multiprocessor; 0: what the compiler takes.
     """
 
     block_n: int
@@ -41,6 +44,8 @@ class GemmConfig:
     stages: int
     tma: bool = False
     rows: int = 0
+    direct: bool = False
+    registers: int = 0
 
 
 @triton.jit

@@ -13,6 +13,7 @@ inputs, of 64 where a group is of 32 or the inputs are no multiple of 128. Scale
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import cache
 
@@ -24,8 +25,10 @@ import triton.language as tl
 from headrace.engine.kernels.activation import ACTIVATIONS, act
 from headrace.engine.kernels.decode import arrived_last
 from headrace.engine.kernels.gemm import MAX_ROWS, Gained, GemmConfig, GemmWorkspace, prefetch, shrink_of
-from headrace.engine.kernels.unpack import INT4, NF4_CODES, unpacked, valued
+from headrace.engine.kernels.unpack import INT4, MXFP4, NF4_CODES, lookup_words, unpacked, valued
 from headrace.engine.quant.tables import DYNAMIC, NF4
+
+log = logging.getLogger("headrace.engine")
 
 CHUNK = 64
 """What the inputs must be a multiple of."""
@@ -33,6 +36,10 @@ BY_ROW, BY_PART, BY_GROUP, BY_EXPONENT, BY_NESTED = (tl.constexpr(i) for i in ra
 """What a scale is: fp32 of an output, of each of up to three matrices joined, a float of a group, a power of two of a group, an
 8-bit code of a group with one fp32 for 256 of them."""
 NESTED = tl.constexpr(256)
+DIRECT_ROWS = 8
+"""Rows that `headrace.engine.kernels.streamed` takes at most: what the tensor cores' right operand holds."""
+DIRECT_INPUTS = 128
+"""Inputs that one of its warps takes at once."""
 
 
 @triton.jit
@@ -303,6 +310,35 @@ class QuantMatrix:
         return sum(t.nbytes for t in self.tensors())
 
 
+@cache
+def has_gluon() -> bool:
+    """Whether this Triton has the language that `headrace.engine.kernels.streamed` is written in (3.6 has)."""
+    try:
+        from headrace.engine.kernels import streamed
+    except (ImportError, AttributeError) as error:
+        log.warning(
+            "products of single rows are slower than they could be: this Triton has no usable Gluon (%s)", error
+        )
+        return False
+    return streamed is not None
+
+
+def not_direct(w: QuantMatrix, columns: int, config: GemmConfig) -> str | None:
+    """Why a product of `columns` outputs with `w` cannot take `headrace.engine.kernels.streamed`; None if it can."""
+    bits4, mxfp4 = w.kind <= NF4_CODES.value, w.kind == MXFP4.value
+    if w.group and w.group != 64 and w.group % DIRECT_INPUTS and not mxfp4:
+        return f"groups of {w.group} are parts of a tile"
+    if bits4 and w.chunk_bytes != (32 if mxfp4 else 64):
+        return f"its chunks are of {2 * w.chunk_bytes} inputs"
+    if w.zeros is not None and not bits4:
+        return "zero points of 8 bits are not read"
+    if (inner := w.shape[1]) % (DIRECT_INPUTS * config.num_warps * config.stages):
+        return f"{inner} inputs are not whole steps of {config.num_warps} warps"
+    if columns % config.block_n:
+        return f"{columns} outputs are not a multiple of {config.block_n}"
+    return None
+
+
 def quantized_gemm(
     x: torch.Tensor | Gained,
     w: QuantMatrix,
@@ -319,36 +355,55 @@ def quantized_gemm(
     gained: Gained | None = None,
     pdl: bool = False,
 ) -> None:
-    """`headrace.engine.kernels.gemm.skinny_gemm` with quantized weights. The inner steps of `config` must divide the inputs."""
+    """`headrace.engine.kernels.gemm.skinny_gemm` with quantized weights. The inner steps of `config` must divide the inputs;
+    to a direct one `not_direct` must have no objection, and activations are bf16."""
     normed = isinstance(x, Gained)
     source = x.values if isinstance(x, Gained) else x
     rows, inner = source.shape
     columns = w.shape[0] // (2 if pair else 1)
     c = config
-    block_m = max(8, c.rows, triton.next_power_of_2(rows))
     tiles = triton.cdiv(columns, c.block_n)
-    fast = source.dtype == torch.bfloat16 and source.is_cuda
-    assert inner % (c.block_k * c.split_k) == 0
-    assert c.block_k % max(w.group, 2 * w.chunk_bytes) == 0
-    assert rows <= MAX_ROWS.value
-    assert c.split_k == 1 or c.split_k * block_m * w.shape[0] <= work.parts.numel()
-    assert c.split_k == 1 or tiles <= work.counters.numel()
     some = work.parts
     if gained is not None:
         assert tiles * MAX_ROWS.value <= gained.squares.numel()
         gained.count = tiles
     given = lambda t: some if t is None else t  # noqa: E731
-    _quantized[(tiles, c.split_k)](
+    tensors = (
         source, w.codes.view(torch.int8), bits_of(w.scales), given(w.zeros), given(w.nested), given(w.offsets),
         constants(source.device), given(bias), x.squares if normed else some, given(gain),
         given(residual), out, out if gained is None else gained.values, some if gained is None else gained.squares,
-        work.parts, work.counters, rows, columns, inner, w.shape[0], x.count if normed else 0, eps, scale,
-        source.stride(0), out.stride(0), *w.parts,
-        KIND=w.kind, SCALE=w.scaling, GROUP=w.group, SHARED=w.shared, ASYM=w.zeros is not None,
-        BYTES=w.chunk_bytes, BLOCK_M=block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, SPLIT_K=c.split_k, NORM=normed,
-        PAIR=pair is not None, ACT=ACTIVATIONS[pair or "silu"], BIAS=bias is not None, RESIDUAL=residual is not None,
-        GAIN=gained is not None, EVEN=columns % c.block_n == 0, FAST=fast, PDL=pdl, STAGES=c.stages,
-        num_warps=c.num_warps, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    sizes = (
+        rows, columns, inner, w.shape[0], x.count if normed else 0, eps, scale, source.stride(0), out.stride(0), *w.parts
+    )  # fmt: skip
+    flags = {
+        "KIND": w.kind, "SCALE": w.scaling, "GROUP": w.group, "SHARED": w.shared, "ASYM": w.zeros is not None,
+        "BLOCK_N": c.block_n, "NORM": normed, "PAIR": pair is not None, "ACT": ACTIVATIONS[pair or "silu"],
+        "BIAS": bias is not None, "RESIDUAL": residual is not None, "GAIN": gained is not None, "PDL": pdl,
+        "num_warps": c.num_warps, **({"launch_pdl": True} if pdl else {}),
+    }  # fmt: skip
+    if c.direct:
+        from headrace.engine.kernels import streamed
+
+        assert rows <= (c.rows or DIRECT_ROWS)
+        assert source.dtype == torch.bfloat16
+        assert (why := not_direct(w, columns, c)) is None, why
+        streamed.kernel[(tiles,)](
+            *tensors, *sizes, **flags, **streamed.layouts(c.num_warps, c.block_n), WARPS=c.num_warps,
+            STEPS=inner // (DIRECT_INPUTS * c.num_warps), DEPTH=c.stages, ONE=c.rows == 1,
+            **({"maxnreg": c.registers} if c.registers else {}),
+        )  # fmt: skip
+        return
+    block_m = max(8, c.rows, triton.next_power_of_2(rows))
+    assert inner % (c.block_k * c.split_k) == 0
+    assert c.block_k % max(w.group, 2 * w.chunk_bytes) == 0
+    assert rows <= MAX_ROWS.value
+    assert c.split_k == 1 or c.split_k * block_m * w.shape[0] <= work.parts.numel()
+    assert c.split_k == 1 or tiles <= work.counters.numel()
+    _quantized[(tiles, c.split_k)](
+        *tensors, work.parts, work.counters, *sizes, **flags,
+        BYTES=w.chunk_bytes, BLOCK_M=block_m, BLOCK_K=c.block_k, SPLIT_K=c.split_k, EVEN=columns % c.block_n == 0,
+        FAST=source.dtype == torch.bfloat16 and source.is_cuda, STAGES=c.stages,
     )  # fmt: skip
 
 
@@ -358,8 +413,9 @@ def bits_of(scales: torch.Tensor) -> torch.Tensor:
 
 @cache
 def constants(device: torch.device) -> torch.Tensor:
-    """The values of nested scales' codes, and after them those of NF4's codes."""
-    return torch.from_numpy(np.concatenate([DYNAMIC, NF4])).to(device)
+    """The values of nested scales' codes, after them those of NF4's codes, and the bits of `lookup_words`."""
+    words = np.array(lookup_words(), dtype=np.uint32).view(np.float32)
+    return torch.from_numpy(np.concatenate([DYNAMIC, NF4, words])).to(device)
 
 
 @triton.jit(do_not_specialize=["first", "second"])

@@ -8,18 +8,15 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from headrace.base.files import data_dir
 from headrace.engine.kernels.gemm import GemmConfig
-
-if TYPE_CHECKING:
-    from headrace.engine.kernels.quantized import QuantMatrix
+from headrace.engine.kernels.quantized import DIRECT_INPUTS, QuantMatrix, not_direct
 
 SHIPPED = Path(__file__).parent / "configs"
 BUCKETS = (4, 16, 32, 64, 128, 256)
 """Padded rows of products."""
-QUANTIZED_BUCKETS = (8, 16, 32, 64, 128, 256)
+QUANTIZED_BUCKETS = (1, 8, 16, 32, 64, 128, 256)
 """The same of quantized weights."""
 STREAMED_AS = {"w8a8": "int8", "fp8_e4m3": "fp8_channel"}
 """Formats whose codes are streamed as those of another."""
@@ -61,17 +58,25 @@ class GemmTable:
                 return None if entry is None else GemmConfig(**({"rows": max(16, bucket)} | entry))
         return self.guess(columns, inner, pair=pair) if rows <= 16 else None
 
-    def quantized(self, rows: int, w: QuantMatrix, *, pair: bool, rounded: bool) -> GemmConfig | None:
+    def quantized(
+        self, rows: int, w: QuantMatrix, *, pair: bool, rounded: bool, direct: bool = False
+    ) -> GemmConfig | None:
         """How codes of `w` are streamed for `rows`, or None where a product of dequantized weights, or (`rounded`) of
-        activations of 8 bits, is the better one."""
+        activations of 8 bits, is the better one. `direct`: whether such configurations can run."""
         columns, inner = w.shape[0] // (2 if pair else 1), w.shape[1]
         for bucket in QUANTIZED_BUCKETS:
             name = key(bucket, columns, inner, pair=pair, form=STREAMED_AS.get(w.form, w.form))
             if rows <= bucket and name in self._entries:
                 entry = self._entries[name]
-                return None if entry is None else GemmConfig(**({"rows": bucket} | entry))
+                if entry is None:
+                    return None
+                found = GemmConfig(**({"rows": bucket} | entry))
+                if not found.direct or (direct and not_direct(w, columns, found) is None):
+                    return found
         if rows > (16 if rounded else 64):
             return None
+        if direct and rows == 1 and (chosen := direct_guess(w, columns, pair=pair)) is not None:
+            return chosen
         # Two warps unpack 32 outputs; eight programs on every multiprocessor hide the latency of their loops.
         least = max(w.group, 2 * w.chunk_bytes)
         block_k = next(k for k in (256, 128, 64, least) if inner % k == 0 and k % least == 0)
@@ -79,7 +84,7 @@ class GemmTable:
         split = 1
         while tiles * split < 8 * self._sms and split < 8 and inner % (2 * split * block_k) == 0:
             split *= 2
-        bucket = next(b for b in QUANTIZED_BUCKETS if rows <= b)
+        bucket = next(b for b in QUANTIZED_BUCKETS if max(rows, 2) <= b)
         return GemmConfig(
             32, block_k, split if bucket <= 16 else min(split, 2), 2, 4 if bucket <= 16 else 3, rows=bucket
         )
@@ -105,6 +110,16 @@ class GemmTable:
         return GemmConfig(block_n, block_k, split, 4, 4, rows=16)
 
 
+def direct_guess(w: QuantMatrix, columns: int, *, pair: bool) -> GemmConfig | None:
+    """A direct configuration for one row, where one fits: of what is tuned for 7B shapes on the H200."""
+    for warps in (4, 8, 2, 1) if pair else (8, 4, 2, 1):
+        for ahead in (2, 1) if pair else (7, 6, 5, 4, 3, 2, 1):
+            found = GemmConfig(16, DIRECT_INPUTS, 1, warps, ahead, rows=1, direct=True, registers=0 if pair else 128)
+            if not_direct(w, columns, found) is None:
+                return found
+    return None
+
+
 def decode_key(bucket: int, head_dim: int, kv: str = "") -> str:
     return f"{bucket}x{head_dim}{f'x{kv}' if kv else ''}"
 
@@ -114,7 +129,7 @@ def key(bucket: int, columns: int, inner: int, *, pair: bool, form: str = "") ->
 
 
 def entry_of(config: GemmConfig | None) -> dict[str, int] | None:
-    """As it is stored: the bucket says the rows, and no bulk copies are the rule."""
+    """As it is stored: the bucket says the rows, and what is not usual is named."""
     if config is None:
         return None
-    return {k: v for k, v in asdict(config).items() if k != "rows" and not (k == "tma" and not v)}
+    return {k: v for k, v in asdict(config).items() if k != "rows" and (v or k not in ("tma", "direct", "registers"))}

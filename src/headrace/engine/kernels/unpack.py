@@ -108,6 +108,68 @@ def _fp8() -> str:
     }}"""
 
 
+def _shifted4(half: int) -> str:
+    # As `_int4`, with what a zero point and the 128 take off in registers of their own.
+    lines = "".join(
+        f"prmt.b32 t, w, 0, {selector}; lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; fma.rn.bf16x2 {to}, t, one, {less};"
+        for (selector, to), less in zip(_PAIRS, ("$3", "$4"), strict=True)
+    )
+    return f"""{{
+        .reg .b32 w, t, one;
+        mov.b32 one, 0x3F803F80;
+        shr.b32 w, $2, {4 * half};
+        {lines}
+    }}"""
+
+
+def _looked_up(tables: list[tuple[str, int]], inputs: int, signed: str, ends: str) -> str:
+    """Values of the eight codes of a word by byte permutations, whose selectors' nibbles are the codes themselves.
+
+    `tables`: of four codes the register to make, and the high word of eight bytes to choose from; the low words are
+    the operands from `inputs` on. Three bits of a code choose, `signed` does what the fourth asks for.
+    """
+    lines = ""
+    for i, (pick, take) in enumerate((("0x9D8C", "m"), ("0xBFAE", "n"))):
+        found = "".join(f"prmt.b32 {to}, ${inputs + 4 * j}, {high:#x}, {take};" for j, (to, high) in enumerate(tables))
+        lines += f"prmt.b32 f, w, v, {pick}; {found} {signed}"
+        lines += "".join(
+            f"prmt.b32 {'t' if ends else to}, lo, hi, {order};" + ends.format(to=to, by=by)
+            for to, by, order in ((f"${i}", f"${5 + i}", "0x6240"), (f"${2 + i}", f"${7 + i}", "0x7351"))
+        )
+    return f"""{{
+        .reg .b32 w, v, m, n, f, t, lo, hi, lo8, hi8, none;
+        mov.b32 w, $4;
+        mov.b32 none, 0x80008000;
+        shl.b32 v, w, 4;
+        and.b32 m, w, 0x77777777;
+        shr.b32 n, m, 16;
+        {lines}
+    }}"""
+
+
+def lookup_words() -> list[int]:
+    """Words of tables that `nf4_both` (four) and `mxfp4_both` (two) get in registers. As constants the compiler would move each
+    into a register again for every use."""
+    low, high = _bf16_bytes()
+    return [low[0], low[2], high[0], high[2], 0xC0800000, 0x3F3F3F00]
+
+
+def _nf4_both() -> str:
+    low, high = _bf16_bytes()
+    tables = [("lo", low[1]), ("lo8", low[3]), ("hi", high[1]), ("hi8", high[3])]
+    choose = "lop3.b32 lo, f, lo8, lo, 0xCA; lop3.b32 hi, f, hi8, hi, 0xCA;"
+    return _looked_up(tables, 5, choose, "")
+
+
+def _mxfp4_both() -> str:
+    # 0, 0.5, 1, 1.5, 2, 3, 4, 6 as bf16; the sign goes to the highest bit of the high byte, the scale is multiplied.
+    tables = [("lo", 0xC0804000), ("hi", 0x40404040)]
+    return _looked_up(tables, 9, "lop3.b32 hi, f, 0x80808080, hi, 0xEA;", "fma.rn.bf16x2 {to}, t, {by}, none;")
+
+
+_SHIFTED4_0, _SHIFTED4_1 = tl.constexpr(_shifted4(0)), tl.constexpr(_shifted4(1))
+_NF4_BOTH, _MXFP4_BOTH = tl.constexpr(_nf4_both()), tl.constexpr(_mxfp4_both())
+_NF4_OPERANDS, _MXFP4_OPERANDS = (tl.constexpr("=&r,=&r,=&r,=&r" + ",r" * n) for n in (17, 13))
 _INT4_0, _INT4_1 = tl.constexpr(_int4(0)), tl.constexpr(_int4(1))
 _MXFP4_0, _MXFP4_1 = tl.constexpr(_mxfp4(0)), tl.constexpr(_mxfp4(1))
 _NF4_0, _NF4_1 = tl.constexpr(_nf4(0)), tl.constexpr(_nf4(1))
@@ -132,6 +194,36 @@ def unpacked(packed, KIND: tl.constexpr, HALF: tl.constexpr):
         return _asm(packed, _MXFP4_0 if HALF == 0 else _MXFP4_1)
     else:
         return _asm(packed, _NF4_0 if HALF == 0 else _NF4_1)
+
+
+@triton.jit
+def _asm2(packed, by, CODE: tl.constexpr):
+    return tl.inline_asm_elementwise(CODE, "=&r,=&r,r,r,r", [packed, by], dtype=tl.bfloat16, is_pure=True, pack=4)
+
+
+@triton.jit
+def shifted4(packed, less, HALF: tl.constexpr):
+    """bf16 values of INT4 bytes: 128 + the unsigned code + `less`, bf16 like `packed`, which is -128 and a zero point off."""
+    return _asm2(packed, less, _SHIFTED4_0 if HALF == 0 else _SHIFTED4_1)
+
+
+@triton.jit
+def nf4_both(packed, a, b, c, d):
+    """bf16 values of the low codes of NF4 bytes, and of the high ones; a to d: `lookup_words`, int32 like `packed`."""
+    return tl.inline_asm_elementwise(
+        _NF4_BOTH, _NF4_OPERANDS, [packed, a, b, c, d], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True,
+        pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def mxfp4_both(packed, by, by2, a, b):
+    """bf16 values of the low codes of MXFP4 bytes times `by`, and of the high ones times `by2`, both bf16; a and b: the last
+    `lookup_words`, int32; all like `packed`."""
+    return tl.inline_asm_elementwise(
+        _MXFP4_BOTH, _MXFP4_OPERANDS, [packed, by, by2, a, b], dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True, pack=4,
+    )  # fmt: skip
 
 
 @triton.jit
