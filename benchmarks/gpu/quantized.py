@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from requests_gpu import single
 
 FORMATS = ("bf16", "int4_g128", "int4_g128_asym", "nf4", "mxfp4", "int8", "w8a8", "fp8_channel")
-BATCHES = (1, 8, 64, 256)
+BATCHES = (1, 8, 32, 64, 128, 256)
 PROMPTS = (1024, 4096)
 AFTER = 48
 

@@ -119,6 +119,23 @@ def test_codes_straight_to_registers(name, rows, config):
 
 
 @direct_only
+@pytest.mark.parametrize("name", DIRECT)
+def test_single_weights_straight_to_registers(name):
+    """Of rows that are 1 at one input the products are the weights, from the smallest to the largest."""
+    spread = torch.exp(randn(64, 512, dtype=torch.float32, seed=1) * 3)
+    packed = form(name).quantize(randn(64, 512, dtype=torch.float32) * spread)
+    w, inputs = packed.dequantize(), [0, 3, 17, 62, 65, 130, 300, 511]
+    x = torch.zeros(8, 512, dtype=torch.bfloat16, device=DEVICE)
+    x[range(8), inputs] = 1.0
+    out = torch.empty(8, 64, dtype=torch.bfloat16, device=DEVICE)
+    config = GemmConfig(16, 128, 1, 2, 2, rows=8, direct=True)
+    quantized_gemm(x, repacked([packed]), out, GemmWorkspace(1 << 16, 64, DEVICE), config)
+    wanted = w[:, inputs].T.double()
+    # NF4's values are rounded to bf16 and their sums again.
+    assert ((out.double() - wanted).abs() <= wanted.abs() * 2.0**-7 + 1e-30).all()
+
+
+@direct_only
 @pytest.mark.parametrize("rows", [1, 6])
 @pytest.mark.parametrize("name", ["int4_g64_asym", "int4_g128", "nf4", "mxfp4", "int8", "fp8_e4m3"])
 def test_what_is_fused_straight_to_registers(name, rows):

@@ -23,7 +23,18 @@ from triton.experimental.gluon import language as gl
 from headrace.engine.kernels.activation import act
 from headrace.engine.kernels.gemm import MAX_ROWS
 from headrace.engine.kernels.quantized import BY_EXPONENT, BY_NESTED, BY_PART, DIRECT_ROWS, NESTED
-from headrace.engine.kernels.unpack import INT8, MXFP4, NF4_CODES, mxfp4_both, nf4_both, shifted4, unpacked
+from headrace.engine.kernels.unpack import (
+    FP8,
+    INT8,
+    MXFP4,
+    NF4_CODES,
+    enlarged,
+    fp8_tiny,
+    mxfp4_both,
+    nf4_both,
+    shifted4,
+    unpacked,
+)
 
 FIRST_WORD = gl.constexpr(272)
 """Where in the constants the words of look-up tables begin."""
@@ -87,8 +98,10 @@ def _x_words(
 
 
 @gluon.jit
-def _x_tile(words, RIGHT: gl.constexpr, WARPS: gl.constexpr, ONE: gl.constexpr):
-    """bf16 [WARPS, 8, 64] of such words."""
+def _x_tile(words, RIGHT: gl.constexpr, WARPS: gl.constexpr, ONE: gl.constexpr, LARGE: gl.constexpr):
+    """bf16 [WARPS, 8, 64] of such words, `LARGE` times 2^64."""
+    if LARGE:
+        words = enlarged(words)
     even = words.to(gl.int16).to(gl.bfloat16, bitcast=True)
     both = gl.join(even, (words >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True))
     if ONE:
@@ -187,6 +200,8 @@ def _values(
     elif ASYM:
         w = _shifted(low, other, row_at, 0, LEFT, WARPS, BLOCK_N)
         return w, _shifted(low, other2, row_at, 1, LEFT, WARPS, BLOCK_N)
+    elif KIND == FP8:
+        return fp8_tiny(low), fp8_tiny(high)
     else:
         return unpacked(low, KIND, 0), unpacked(high, KIND, 1)
 
@@ -317,6 +332,8 @@ def kernel(
     bx = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, PAIRS))), 0)
     kx += bx // 16 * 32 + bx % 16 if KIND == MXFP4 else bx
     APART: gl.constexpr = 32 if KIND == MXFP4 else 64
+    # E4M3 codes as they are times 2^-120, x times 2^64: a multiplication less per weight, and sums are far from either end.
+    LARGE: gl.constexpr = KIND == FP8
     acc = gl.zeros([WARPS, BLOCK_N, 8], gl.float32, SUMS)
     acc2 = acc
     xs = _x_words(xw, kx, 0, rows, x_stride, APART, PAIRS, WARPS, ONE)
@@ -324,7 +341,7 @@ def kernel(
     for i in range(0, STEPS - DEPTH, DEPTH):
         for s in gl.static_range(DEPTH):
             ahead = _x_words(xw, kx, i + s + 1, rows, x_stride, APART, PAIRS, WARPS, ONE)
-            x_low, x_high = _x_tile(xs[0], RIGHT, WARPS, ONE), _x_tile(xs[1], RIGHT, WARPS, ONE)
+            x_low, x_high = _x_tile(xs[0], RIGHT, WARPS, ONE, LARGE), _x_tile(xs[1], RIGHT, WARPS, ONE, LARGE)
             acc = _added(acc, got[0], x_low, x_high, place[3], offset, tables, words,
                          KIND, SCALE, GROUP, ASYM, LEFT, CHUNKS, SUMS, WARPS, BLOCK_N)
             got = got[1:] + (_fetched(place, given, i + s + DEPTH, KIND, SCALE, GROUP, SHARED, ASYM, WARPS),)
@@ -337,7 +354,7 @@ def kernel(
         ahead = xs
         if s < DEPTH - 1:
             ahead = _x_words(xw, kx, STEPS - DEPTH + s + 1, rows, x_stride, APART, PAIRS, WARPS, ONE)
-        x_low, x_high = _x_tile(xs[0], RIGHT, WARPS, ONE), _x_tile(xs[1], RIGHT, WARPS, ONE)
+        x_low, x_high = _x_tile(xs[0], RIGHT, WARPS, ONE, LARGE), _x_tile(xs[1], RIGHT, WARPS, ONE, LARGE)
         acc = _added(acc, got[s], x_low, x_high, place[3], offset, tables, words,
                      KIND, SCALE, GROUP, ASYM, LEFT, CHUNKS, SUMS, WARPS, BLOCK_N)
         if PAIR:
@@ -352,6 +369,9 @@ def kernel(
     total2 = total
     if PAIR:
         total2 = gl.sum(acc2, 0)
+    if LARGE:
+        total *= 2.0**56
+        total2 *= 2.0**56
     if GROUP == 0:
         total = total * gl.expand_dims(gl.load(scales + (_part_of(n, first, second) if SCALE == BY_PART else n)), 1)
         if PAIR:

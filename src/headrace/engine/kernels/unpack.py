@@ -93,6 +93,15 @@ def _int8() -> str:
     }}"""
 
 
+def _fp8_tiny() -> str:
+    # `_fp8` without its multiplication.
+    lines = "".join(
+        f"prmt.b32 s, $2, 0, {selector}; shr.b32 t, s, 4; and.b32 t, t, 0x07F007F0; lop3.b32 {to}, s, 0x80008000, t, 0xEA;"
+        for selector, to in (("0x1404", "$0"), ("0x3424", "$1"))
+    )
+    return f"{{ .reg .b32 s, t; {lines} }}"
+
+
 def _fp8() -> str:
     # Exponent and mantissa four bits down: a bf16 too small by 2^120, subnormals included.
     lines = "".join(
@@ -173,12 +182,26 @@ _NF4_OPERANDS, _MXFP4_OPERANDS = (tl.constexpr("=&r,=&r,=&r,=&r" + ",r" * n) for
 _INT4_0, _INT4_1 = tl.constexpr(_int4(0)), tl.constexpr(_int4(1))
 _MXFP4_0, _MXFP4_1 = tl.constexpr(_mxfp4(0)), tl.constexpr(_mxfp4(1))
 _NF4_0, _NF4_1 = tl.constexpr(_nf4(0)), tl.constexpr(_nf4(1))
-_INT8, _FP8 = tl.constexpr(_int8()), tl.constexpr(_fp8())
+_INT8, _FP8, _FP8_TINY = tl.constexpr(_int8()), tl.constexpr(_fp8()), tl.constexpr(_fp8_tiny())
 
 
 @triton.jit
 def _asm(packed, CODE: tl.constexpr):
     return tl.inline_asm_elementwise(CODE, "=&r,=&r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)
+
+
+@triton.jit
+def fp8_tiny(packed):
+    """bf16 values of E4M3 bytes times 2^-120, subnormal numbers among them."""
+    return _asm(packed, _FP8_TINY)
+
+
+@triton.jit
+def enlarged(pairs):
+    """Words of two bf16 values, each times 2^64."""
+    return tl.inline_asm_elementwise(
+        "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pairs, 0x5F805F80], dtype=tl.int32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
