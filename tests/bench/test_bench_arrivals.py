@@ -87,6 +87,7 @@ def test_defaults() -> None:
         (ArrivalOptions(concurrency=1, kind="poisson"), "--concurrency"),
         (ArrivalOptions(rate="1", burstiness=2.0), "--burstiness"),
         (ArrivalOptions(rate="1", kind="gamma", burstiness=-1.0), "--burstiness"),
+        (ArrivalOptions(rate="1", kind="gamma", burstiness=0.0), "--burstiness"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(options: ArrivalOptions, field: str) -> None:

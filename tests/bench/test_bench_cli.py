@@ -186,6 +186,7 @@ def test_an_invalid_run_is_code_3_and_says_why(tmp_path: Path) -> None:
         (["run", "--out", "OUT", "--url", "http://h", "--isl", "x"], "--set isl"),
         (["run", "--out", "OUT", "--url", "http://h", "--rate", "1", "--concurrency", "2"], "--concurrency"),
         (["run", "--out", "OUT", "--url", "http://h", "--requests", "0"], "--requests"),
+        (["run", "--out", "OUT", "--url", "http://h", "--usd-per-hour", "-1"], "--usd-per-hour"),
         (["run", "--out", "OUT", "--url", "http://h", "--too-long", "cut"], "--too-long"),
         (["run", "--out", "OUT", "--url", "http://h", "--endpoint", "embeddings"], "--endpoint"),
         (["run", "--out", "OUT", "--url", "http://h", "--slo", "fast"], "--slo"),
@@ -222,6 +223,21 @@ def test_bad_input_is_code_2_and_names_the_option(arguments: list[str], option: 
     else:
         assert result.exit_code == 2
         assert option in result.output
+
+
+def test_a_command_that_was_refused_does_not_use_up_its_folder(tmp_path: Path) -> None:
+    from headrace.base.errors import InvalidInput
+    from headrace.cli.main import build
+
+    command = ["bench", "run", "--url", "http://h", "--out", str(tmp_path / "o"), "--workload"]
+    for wrong in ("nope", "never"):
+        with pytest.raises(InvalidInput, match=wrong) as refused:
+            build("bench")([*command, wrong])
+        assert refused.value.field == "--workload"
+    assert [path.name for path in (tmp_path / "o").iterdir()] == ["job.json"]
+    (tmp_path / "o" / "records.jsonl").write_text("")
+    with pytest.raises(InvalidInput, match="not a new or empty folder"):
+        build("bench")([*command, "random"])
 
 
 def test_code_2_in_a_real_process(tmp_path: Path) -> None:

@@ -136,7 +136,8 @@ class ArrivalOptions:
             case "poisson":
                 return Renewal(rate, 1.0, seed)
             case "gamma":
-                return Renewal(rate, _positive(self.burstiness or 0.5, "--burstiness"), seed)
+                shape = 0.5 if self.burstiness is None else _positive(self.burstiness, "--burstiness")
+                return Renewal(rate, shape, seed)
         raise InvalidInput(
             f"unknown {kind!r}", field="--arrivals", remedy="closed, constant, poisson, gamma, ramp or trace"
         )

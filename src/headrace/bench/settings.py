@@ -52,8 +52,13 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raise `InvalidInput` naming the option that cannot be."""
-        for field, value in (("--requests", self.requests), ("--duration", self.duration_s), ("--scale", self.scale)):
-            if value is not None and value <= 0:
+        for field, value in (
+            ("--requests", self.requests),
+            ("--duration", self.duration_s),
+            ("--scale", self.scale),
+            ("--usd-per-hour", self.usd_per_hour),
+        ):
+            if value is not None and not value > 0:
                 raise InvalidInput(f"must be above 0, got {value}", field=field)
         if self.warmup < 0:
             raise InvalidInput(f"must not be negative, got {self.warmup}", field="--warmup")

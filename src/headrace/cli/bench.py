@@ -597,7 +597,10 @@ def _begin(out: Path, job: Job | None) -> None:
 
 
 def _new_folder(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    from headrace.bench.job import JOB_FILE
+
+    # A command that was refused after its folder had been made left its options there and nothing else.
+    if out.exists() and (not out.is_dir() or any(path.name != JOB_FILE for path in out.iterdir())):
         raise InvalidInput(f"{out} is not a new or empty folder", field="--out", remedy="choose another")
     try:
         out.mkdir(parents=True, exist_ok=True)
