@@ -200,7 +200,12 @@ def fp8_tiny(packed):
 def enlarged(pairs):
     """Words of two bf16 values, each times 2^64."""
     return tl.inline_asm_elementwise(
-        "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pairs, 0x5F805F80], dtype=tl.int32, is_pure=True, pack=1
+        "fma.rn.bf16x2 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [pairs, 0x5F805F80, -0x7FFF8000],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
     )
 
 
