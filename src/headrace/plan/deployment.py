@@ -220,6 +220,12 @@ _WEIGHTS = {
     "fp4": "nvfp4",
     "int8 w8a16": "int8",
     "w4a8": "int4_g128",
+    "w4a4": "nvfp4",
+    "float8": "fp8_e4m3",
+    "fp8 e4m3": "fp8_e4m3",
+    "awq-4bit": "int4_g128_asym",
+    "awq-int4": "int4_g128_asym",
+    "int4 g128": "int4_g128",
 }
 
 

@@ -120,7 +120,7 @@ def _stack(objects: Sequence[Any], kind: Any) -> Any:
 
 def table(points: Sequence[Point]) -> Table:
     """All performance points that can be predicted."""
-    chosen = [p for p in points if p.kind == "perf" and not p.unknown_model and not p.unknown_gpu]
+    chosen = [p for p in points if p.kind == "perf" and not (p.unknown_model or p.unknown_gpu or p.unreadable)]
     deployments = [resolve(p.inputs) for p in chosen]
     traffics = [traffic(d) for d in deployments]
     keys = [(d.engine, d.gpu.generation, d.weights) for d in deployments]

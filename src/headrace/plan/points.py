@@ -73,7 +73,8 @@ class Answers(msgspec.Struct, frozen=True):
 
 
 class Point(msgspec.Struct, frozen=True):
-    """One measured run. `unknown_model`/`unknown_gpu` say why it cannot be predicted (empty: it can)."""
+    """One measured run. `unknown_model`/`unknown_gpu` say why it cannot be predicted (empty: it can); `unreadable` names the
+    input cell that could not be read, and then `inputs` holds no more than the names."""
 
     id: str
     kind: str
@@ -83,10 +84,11 @@ class Point(msgspec.Struct, frozen=True):
     answers: Answers
     unknown_model: str = ""
     unknown_gpu: str = ""
+    unreadable: str = ""
 
 
 def read_points(path: Path) -> list[Point]:
-    """All points of a file; `InvalidInput` names a missing column or a cell that cannot be read."""
+    """All points of a file; `InvalidInput` names a missing column. A cell that cannot be read spoils only its row."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -106,8 +108,13 @@ def read_points(path: Path) -> list[Point]:
 
 
 def _point(given: Mapping[str, str], measured: Mapping[str, str]) -> Point:
-    extra = _extra(given["extra_input"])
-    inputs = inputs_of(given)
+    unreadable, block_tokens = "", 16
+    try:
+        inputs = inputs_of(given)
+        block_tokens = inputs.block_tokens or block_tokens
+    except InvalidInput as error:
+        inputs = Inputs(model=given["model"], gpu=given["gpu"], engine=_engine(given["engine"]))
+        unreadable = str(error)
     known = models.known(given["model"])
     try:
         hardware.find(given["gpu"])
@@ -120,50 +127,68 @@ def _point(given: Mapping[str, str], measured: Mapping[str, str]) -> Point:
         family=known.family if known else "unknown",
         inputs=inputs,
         context=inputs.max_model_len or UNSTATED_CONTEXT,
-        answers=_answers(measured, int(extra.get("block_tokens", "16"))),
+        answers=_answers(measured, block_tokens),
         unknown_model="" if known else given["model"],
         unknown_gpu=unknown_gpu,
+        unreadable=unreadable,
     )
 
 
 def inputs_of(given: Mapping[str, str]) -> Inputs:
     """The question a row asks, from its input columns only."""
-    extra = _extra(given["extra_input"])
-    n_gpus = _integer(given, "n_gpus") or 1
-    tp, dp, ep = _integer(given, "tp"), _integer(given, "dp") or 1, _integer(given, "ep") or 1
+    cells = {**given, **_extra(given["extra_input"])}
+
+    def integer(name: str) -> int | None:
+        return _integer(cells, name)
+
+    tp, pp = integer("tp"), integer("pp") or 1
+    dp, ep = integer("dp") or 1, integer("ep") or 1
+    n_gpus = _gpus(integer("n_gpus"), tp or 1, pp, dp, ep)
     if tp is None and n_gpus > 1 and dp == 1 and _spreads(given["model"]):
         # Experts over all GPUs and attention replicated is how such models are deployed when no TP is named.
         tp, dp, ep = 1, n_gpus, n_gpus
     fraction = re.search(r"\d*\.\d+|\d+", given["gpu_mem_util"])
+    share = float(fraction[0]) if fraction else None
     version = given["engine_version"]
-    if not version and (stated := re.search(r"\d+\.\d+\.\d+", given["engine"])):
-        version = stated[0]
-    concurrency = given["concurrency"]
+    if not version and (named := re.search(r"\d+\.\d+\.\d+", given["engine"])):
+        version = named[0]
     return Inputs(
         model=given["model"],
         gpu=given["gpu"],
         n_gpus=n_gpus,
-        tp=tp if tp is not None else max(1, n_gpus // dp),
-        pp=_integer(given, "pp") or 1,
+        tp=tp if tp is not None else max(1, n_gpus // (dp * pp)),
+        pp=pp,
         dp=dp,
         ep=ep,
-        engine=given["engine"],
+        engine=_engine(given["engine"]),
         engine_version=version,
         weights=given["weight_dtype"] or "auto",
         kv=given["kv_dtype"] or "auto",
-        memory_fraction=float(fraction[0]) if fraction else None,
-        max_model_len=_integer(given, "max_model_len"),
-        max_batched_tokens=_integer(given, "max_num_batched_tokens"),
-        max_num_seqs=int(extra["max_num_seqs"]) if "max_num_seqs" in extra else None,
-        block_tokens=int(extra["block_tokens"]) if "block_tokens" in extra else None,
-        isl=_integer(given, "isl"),
-        osl=_integer(given, "osl"),
-        concurrency=int(concurrency) if concurrency.isdigit() else None,
+        memory_fraction=share / 100 if share is not None and share > 1 else share,
+        max_model_len=integer("max_model_len"),
+        max_batched_tokens=integer("max_num_batched_tokens"),
+        max_num_seqs=integer("max_num_seqs"),
+        block_tokens=integer("block_tokens"),
+        isl=integer("isl"),
+        osl=integer("osl"),
+        concurrency=integer("concurrency"),
         concurrency_scope="unstated",
-        draft_tokens=int(extra.get("mtp_draft_tokens", "0")),
-        eager="enforce_eager" in extra,
-        chunked_prefill=extra.get("chunked_prefill") != "off",
+        draft_tokens=integer("mtp_draft_tokens") or 0,
+        eager="enforce_eager" in cells,
+        chunked_prefill=cells.get("chunked_prefill") != "off",
     )
+
+
+def _gpus(stated: int | None, tp: int, pp: int, dp: int, ep: int) -> int:
+    """GPUs of a row: those stated, or those that one instance takes where none or too few are."""
+    inside = tp % dp == 0  # attention replicas may be counted inside tp
+    instance = max(tp if inside and stated is not None and tp * pp <= stated else tp * dp, ep) * pp
+    return max(stated or 0, instance)
+
+
+def _engine(cell: str) -> str:
+    """The engine that computes: Dynamo puts a router before another one. A row that names none is taken for vLLM."""
+    return re.sub(r"^(?:nvidia[-_ ])?dynamo[-_ /]+(?=\w)", "", cell, flags=re.IGNORECASE) or "vllm"
 
 
 def _spreads(model: str) -> bool:
@@ -180,14 +205,24 @@ def _extra(cell: str) -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
-def _integer(given: Mapping[str, str], name: str) -> int | None:
-    cell = given[name]
-    if not cell:
+_CELL = re.compile(r"(?:tp|pp|dp|ep|~)?\s*(\d+(?:\.\d*)?|\.\d+)(?:\s*(k)|e(\d))?\s*%?\s*(?:\([^()]*\))?", re.IGNORECASE)
+"""A number as people write it: `8.0`, `tp8`, `32k` (of 1024), `1e3`, `90%`, with a remark in parentheses or none."""
+
+
+def _number(cells: Mapping[str, str], name: str) -> float | None:
+    """What the cell says; None where it is empty or only says that nothing was set (`auto`, `default`, `max`)."""
+    cell = cells.get(name, "").strip()
+    if not re.search(r"\d", cell) and cell.lower() not in ("yes", "true", "on"):
         return None
-    try:
-        return int(float(cell))
-    except ValueError:
-        raise InvalidInput(f"row {given['id']}: {name} must be a number, got {cell!r}", field=name) from None
+    match = _CELL.fullmatch(cell)
+    if match is None:
+        raise InvalidInput(f"row {cells['id']}: {name} must be a number, got {cell!r}", field=name)
+    return float(match[1]) * (1024 if match[2] else 10 ** int(match[3] or 0))
+
+
+def _integer(cells: Mapping[str, str], name: str) -> int | None:
+    number = _number(cells, name)
+    return None if number is None else int(number)
 
 
 def _answers(measured: Mapping[str, str], block_tokens: int) -> Answers:

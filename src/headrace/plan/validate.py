@@ -60,7 +60,10 @@ def validate(points: Sequence[Point], calibration: CalibrationSet | None = None)
     """Errors as fractions. Points of unknown models or GPUs are listed, not counted."""
     chosen = calibration or shipped()
     known = [p for p in points if not p.unknown_model and not p.unknown_gpu]
-    predicted = [predict_point(p.kind, p.inputs, p.context, chosen) for p in known]
+    predicted = [
+        Predicted(error=p.unreadable) if p.unreadable else predict_point(p.kind, p.inputs, p.context, chosen)
+        for p in known
+    ]
     worst: list[dict[str, Any]] = []
     families: dict[str, dict[str, list[float]]] = {}
     report: dict[str, Any] = {"memory": _memory(known, predicted, worst)}
