@@ -71,14 +71,31 @@ class HalfRight:
 class Rig:
     """A scheduler and a fake executor with up to `depth` steps in flight; `check()` after every operation."""
 
-    def __init__(self, *, windows=(None,), block_tokens=4, blocks=64, depth=1, drafter=None, check=True, **config):
+    def __init__(
+        self,
+        *,
+        windows=(None,),
+        block_tokens=4,
+        blocks=64,
+        depth=1,
+        drafter=None,
+        check=True,
+        compute_s=lambda plan: 0.0,
+        **config,
+    ):
         settings = {"max_num_seqs": 6, "max_batched_tokens": 16, "max_model_len": 64, **config}
         self.clock = VirtualClock(100.0)
         self.blocks = blocks
         shape = layout(windows, block_tokens)
         self.scheduler = Scheduler(SchedulerConfig(**settings), shape, blocks, self.clock, drafter)
         self.executor = FakeExecutor(
-            shape, blocks, settings["max_num_seqs"], vocab_size=VOCAB, salt=salt, fails=self._fails
+            shape,
+            blocks,
+            settings["max_num_seqs"],
+            vocab_size=VOCAB,
+            salt=salt,
+            fails=self._fails,
+            compute_s=compute_s,
         )
         self.depth = depth
         self.flight = deque()

@@ -26,9 +26,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, True, False]),
         drafts=st.sampled_from([0, 0, 3]),
         prefill=st.sampled_from([None, 3]),
+        pace_s=st.sampled_from([None, 0.02]),
         watermark=st.sampled_from([0.0, 0.1]),
     )
-    def begin(self, windows, blocks, depth, batched, order, eviction, admission, caching, drafts, prefill, watermark):
+    def begin(
+        self, windows, blocks, depth, batched, order, eviction, admission, caching, drafts, prefill, pace_s, watermark
+    ):
         self.rig = Rig(
             windows=windows,
             blocks=blocks,
@@ -37,6 +40,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_batched_tokens=batched,
             max_model_len=48,
             max_prefill_tokens=prefill,
+            step_target_s=pace_s,
+            compute_s=lambda plan: 0.001 * plan.num_tokens,
             order=order,
             eviction=eviction,
             admission=admission,

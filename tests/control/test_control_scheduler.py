@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -485,6 +486,9 @@ def test_drafts_change_nothing_but_the_number_of_steps():
         {"max_batched_tokens": 5},
         {"max_model_len": 1},
         {"max_prefill_tokens": 0},
+        {"step_target_s": 0.0},
+        {"step_target_s": math.nan},
+        {"step_target_s": 0.1, "chunked_prefill": False, "max_batched_tokens": 10},
         {"watermark": 1.0},
         {"share_min": -0.1},
     ],

@@ -112,6 +112,18 @@ def test_chunked_is_whole(make: Make, smollm: LLM, options: dict[str, Any]) -> N
     assert_same(cold, other)
 
 
+def test_prompts_cut_to_the_pace_of_steps_are_whole(make: Make, smollm: LLM, backend: str) -> None:
+    """600 tokens of prompts: what the first step leaves comes in the smallest pieces beside those that have begun."""
+    if backend != "native":
+        pytest.skip("chunks of any size are held to the whole above; this one is about bits")
+    prompts = [" ".join([prompt] * 12) for prompt in PROMPTS[:6]]
+    cold = [smollm.generate(prompt, GREEDY)[0] for prompt in prompts]
+    paced = make(prefix_cache=False, step_target_ms=0.001).generate(prompts, GREEDY)
+    steps = sum(c.timeline.prefill_steps for c in paced if c.timeline is not None)
+    assert steps > len(prompts) + 1  # in steps of 512 one prompt is cut once
+    assert [c.logprobs for c in cold] == [c.logprobs for c in paced]
+
+
 def test_warm_is_cold_and_computes_less(smollm: LLM) -> None:
     """The same 500-token prompt twice, also at an exact multiple of the block size."""
     for tokens in (500, 31 * smollm.info.block_tokens):

@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from headrace.base.errors import InvalidInput
+from headrace.control.prefill import CPU_LIMITS, GPU_LIMITS, PrefillLimits
 from headrace.control.step import StepPlan
 from headrace.plan.deployment import Inputs, resolve
 from headrace.plan.perf import perf
@@ -50,6 +51,37 @@ def test_closed_loop_keeps_the_number_in_flight_and_serves_all():
     found = simulate(INPUTS, workload.burst(40, 64, 20), closed_loop=4, cost=cost)
     assert found.requests == 40
     assert max(seen) == 4
+
+
+def paced(plan: StepPlan) -> float:
+    """Half a millisecond for every token."""
+    return 0.0005 * plan.num_tokens
+
+
+def test_prompts_keep_the_pace_of_the_engine_on_a_cpu():
+    """The scheduler's own rule, by the simulated times of steps: no token of a stream waits much longer than the target."""
+    arrivals = [Arrival(0.02 * i, 3000 if i else 100, 40) for i in range(4)]
+    whole = simulate(INPUTS, arrivals, cost=paced, prefill=PrefillLimits())
+    cut = simulate(INPUTS, arrivals, cost=paced, prefill=CPU_LIMITS)
+    assert whole.itl_ms.p99 > 1000
+    target_ms = 1e3 * CPU_LIMITS.step_target_s
+    assert cut.itl_ms.p99 == pytest.approx(target_ms, rel=0.1)
+    assert cut.duration_s == pytest.approx(whole.duration_s, rel=0.01)  # tokens cost the same in any company
+
+
+def test_our_engine_is_simulated_with_its_own_limits():
+    seen = []
+
+    def cost(plan: StepPlan) -> float:
+        if any(c.length == 1 for c in plan.chunks):
+            seen.append(sum(c.length for c in plan.chunks if c.length > 1))
+        return 0.01
+
+    arrivals = [Arrival(0.0, 1000, 400)] * 70 + [Arrival(1.0, 3000, 5)]
+    for engine, most in (("headrace", GPU_LIMITS.max_prefill_tokens), ("vllm", 3000)):
+        seen.clear()
+        simulate(Inputs(model="llama-3.1-8b", gpu="h100-sxm-80", engine=engine), arrivals, cost=cost)
+        assert max(seen[50:]) == most  # the first ones are a burst
 
 
 def test_goodput_counts_only_what_was_in_time():

@@ -16,6 +16,8 @@ class SchedulerConfig:
     while others decode, which bounds their inter-token latency; None leaves it to the step's budget.
     `prefill_burst`: that limit is lifted while the requests that are prefilling or waiting are more than this share of those
     that decode: few streams then wait for many, and long chunks serve the many best. None: never lifted.
+    `step_target_s`: prompts are cut so that a step in which others decode takes about that long by what steps have taken
+    lately (`control.prefill`); with both limits the lower one holds. None: time is no limit.
     `chunked_prefill` False: a request starts only in a step that computes all that it lacks.
     `order`, `eviction`, `admission`: names under `control/policies`. `watermark`: share of the pool that admission
     keeps free for the growth of running sequences. `share_min`: a waiting request is held back for a running one that
@@ -27,6 +29,7 @@ class SchedulerConfig:
     max_model_len: int
     max_prefill_tokens: int | None = None
     prefill_burst: float | None = None
+    step_target_s: float | None = None
     prefix_caching: bool = True
     chunked_prefill: bool = True
     order: str = "priority"
@@ -59,6 +62,15 @@ class SchedulerConfig:
                 field="chunked_prefill",
                 remedy=f"raise max_batched_tokens to {self.max_model_len}, or lower max_model_len",
             )
+        if self.step_target_s is not None:
+            if not self.step_target_s > 0.0:
+                raise InvalidInput(f"must be above 0 s, not {self.step_target_s}", field="step_target_s")
+            if not self.chunked_prefill:
+                raise InvalidInput(
+                    "without chunks a step is as long as its longest prompt takes",
+                    field="step_target_s",
+                    remedy="leave out step_target_s or allow chunked_prefill",
+                )
         for field in ("watermark", "share_min"):
             value = getattr(self, field)
             if not 0.0 <= value < 1.0:

@@ -22,6 +22,7 @@ from headrace.control.drafts import Drafter, NoDraft
 from headrace.control.policies import ADMISSION, EVICTION, ORDER
 from headrace.control.policies.admission import Admission
 from headrace.control.policies.order import Order
+from headrace.control.prefill import StepPace
 from headrace.control.prefix import Hit, NoPrefix, PrefixCache, PrefixTree
 from headrace.control.request import Request
 from headrace.control.sequence import Sequence, State
@@ -97,6 +98,7 @@ class Scheduler:
         self._clock = clock
         self._drafter: Drafter = NoDraft() if drafter is None else drafter
         self._depth = self._drafter.depth
+        self._pace = None if config.step_target_s is None else StepPace(config.step_target_s)
         self._demand = Demand(layout)
         self._block_tokens = layout.block_tokens
         self._pool = BlockPool(num_blocks)
@@ -349,14 +351,24 @@ class Scheduler:
             if sample:
                 sequence.pending = pending + 1
             build.budget -= end - start
-        if chunks and self.config.max_prefill_tokens is not None:
-            burst = self.config.prefill_burst
-            if burst is None or len(prefilling) + len(self._waiting) <= burst * len(chunks):
-                build.prefill_budget = self.config.max_prefill_tokens
+        if chunks:
+            build.prefill_budget = self._prefill_budget(build, len(prefilling) + len(self._waiting))
         for sequence in prefilling:
             if sequence.state is State.RUNNING and not self._plan_prefill(sequence, build):
                 starved = True
         return starved
+
+    def _prefill_budget(self, build: _Build, new: int) -> int:
+        """Prompt tokens of a step that holds up the streams planned so far, with `new` requests that have no token yet."""
+        config, streams = self.config, len(build.chunks)
+        budget = build.budget
+        if config.max_prefill_tokens is not None and (
+            config.prefill_burst is None or new <= config.prefill_burst * streams
+        ):
+            budget = config.max_prefill_tokens
+        if new and self._pace is not None and (paced := self._pace.prompt_tokens(streams)) is not None:
+            budget = min(budget, paced)
+        return budget
 
     def _propose(self, sequence: Sequence, at_most: int) -> tuple[int, ...]:
         # Drafts are a luxury: never preempt anyone for them.
@@ -556,6 +568,8 @@ class Scheduler:
             output = self._commit_row(sequence, chunk, row, incarnation == sequence.incarnation, now)
             if output is not None:
                 outputs.append(output)
+        if self._pace is not None and any(chunk.length > 1 + len(chunk.drafts) for chunk in plan.chunks):
+            self._pace.observe(plan.num_tokens, result.compute_s)
         self._steps += 1
         self._step_s += result.total_s
         self._compute_s += result.compute_s

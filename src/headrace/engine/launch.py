@@ -20,6 +20,7 @@ from headrace.control.api import EngineInfo
 from headrace.control.config import SchedulerConfig
 from headrace.control.demand import Demand
 from headrace.control.policies import EVICTION, ORDER
+from headrace.control.prefill import CPU_LIMITS, GPU_LIMITS, PrefillLimits
 from headrace.control.scheduler import Scheduler
 from headrace.control.step import Executor
 from headrace.engine.backend import Backend, Limits, LoadedModel
@@ -36,9 +37,6 @@ PREFERENCE = ("cuda", "native", "torch")
 # On a CPU the pool competes with everything else on the machine, so by default it takes only what pays: a few GiB hold
 # dozens of conversations of a model small enough to be served there.
 CPU_POOL_BYTES = 2 * GIB
-# A default limit on prompt chunks protects running streams from single prompts; it gives way when more than one request for
-# every 64 of them is waiting: a burst is served best by long chunks.
-PREFILL_BURST = 1 / 64
 
 
 class EngineCore(msgspec.Struct, frozen=True):
@@ -52,19 +50,16 @@ class EngineCore(msgspec.Struct, frozen=True):
 class _Defaults(msgspec.Struct, frozen=True):
     max_num_seqs: int
     max_batched_tokens: int
-    max_prefill_tokens: int | None
+    prefill: PrefillLimits
     memory_fraction: float
     pool_bytes: int | None
 
 
 _CPU = _Defaults(
-    max_num_seqs=64, max_batched_tokens=512, max_prefill_tokens=None, memory_fraction=0.6, pool_bytes=CPU_POOL_BYTES
+    max_num_seqs=64, max_batched_tokens=512, prefill=CPU_LIMITS, memory_fraction=0.6, pool_bytes=CPU_POOL_BYTES
 )
-# Prompts alone fill the tensor cores best in long chunks. Beside running streams a chunk is kept short: it hides the reading
-# of the weights that their step needs anyway, and delays their next token by no more than a few milliseconds.
-_GPU = _Defaults(
-    max_num_seqs=256, max_batched_tokens=16384, max_prefill_tokens=256, memory_fraction=0.9, pool_bytes=None
-)
+# Prompts alone fill the tensor cores best in long chunks.
+_GPU = _Defaults(max_num_seqs=256, max_batched_tokens=16384, prefill=GPU_LIMITS, memory_fraction=0.9, pool_bytes=None)
 
 
 class Stages:
@@ -168,12 +163,19 @@ def _assemble(
     max_batched_tokens = config.max_batched_tokens or max(defaults.max_batched_tokens, max_num_seqs, longest)
     pool = Pool(config, model, layout, defaults, max_num_seqs, max_batched_tokens)
     limits = Limits(pool.num_blocks, max_num_seqs, pool.max_model_len, max_batched_tokens)
+    prefill = _prefill_limits(config, defaults)
+    log.info(
+        "prompts beside running streams: at most %s tokens, steps of about %s",
+        prefill.max_prefill_tokens or max_batched_tokens,
+        "any length" if prefill.step_target_s is None else f"{prefill.step_target_s * 1e3:g} ms",
+    )
     settings = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_batched_tokens=max_batched_tokens,
         max_model_len=pool.max_model_len,
-        max_prefill_tokens=_prefill_tokens(config, defaults),
-        prefill_burst=PREFILL_BURST if config.max_prefill_tokens is None else None,
+        max_prefill_tokens=prefill.max_prefill_tokens,
+        prefill_burst=prefill.prefill_burst,
+        step_target_s=prefill.step_target_s,
         prefix_caching=config.prefix_cache,
         chunked_prefill=config.chunked_prefill,
         order=config.order,
@@ -202,9 +204,14 @@ def _assemble(
     return EngineCore(scheduler, executor, info)
 
 
-def _prefill_tokens(config: EngineConfig, defaults: _Defaults) -> int | None:
-    """Without chunks a prompt must fit into one step, so only a limit that was asked for holds."""
-    return config.max_prefill_tokens or (defaults.max_prefill_tokens if config.chunked_prefill else None)
+def _prefill_limits(config: EngineConfig, defaults: _Defaults) -> PrefillLimits:
+    """What was asked for, and only that; else the default, but without chunks a prompt must fit into one step."""
+    if config.max_prefill_tokens is None and config.step_target_ms is None:
+        return defaults.prefill if config.chunked_prefill else PrefillLimits()
+    target_ms = config.step_target_ms
+    return PrefillLimits(
+        max_prefill_tokens=config.max_prefill_tokens, step_target_s=None if target_ms is None else target_ms / 1e3
+    )
 
 
 class Pool:

@@ -11,6 +11,7 @@ import msgspec
 from headrace.base.clock import VirtualClock
 from headrace.base.errors import DoesNotFit, InvalidInput, UnsupportedModel
 from headrace.control.config import SchedulerConfig
+from headrace.control.prefill import GPU_LIMITS, PrefillLimits
 from headrace.control.request import Request, Sampling
 from headrace.control.scheduler import Scheduler
 from headrace.control.step import RowResult, StepPlan, StepResult
@@ -125,19 +126,31 @@ def simulate(
     closed_loop: int | None = None,
     slo: Slo | None = None,
     cost: Callable[[StepPlan], float] | None = None,
+    prefill: PrefillLimits | None = None,
     max_steps: int = 2_000_000,
 ) -> Simulation:
-    """Serve `arrivals` on one instance. With `closed_loop`, arrival times are ignored and that many requests are always in flight."""
+    """Serve `arrivals` on one instance. With `closed_loop`, arrival times are ignored and that many requests are always in flight.
+
+    `prefill`: limits on prompts beside running streams; None for those that our engine has on a GPU by default, and none of
+    them for other engines.
+    """
     if not arrivals:
         raise InvalidInput("there are no requests to simulate", field="requests")
     d = resolve(inputs)
     seconds = cost or step_cost(d)
     layout, blocks = cache_of(d)
     sequences = min(d.max_num_seqs, d.max_batched_tokens)
+    if prefill is None:
+        prefill = GPU_LIMITS if d.engine == "headrace" and inputs.chunked_prefill else PrefillLimits()
     clock = VirtualClock()
     scheduler = Scheduler(
         SchedulerConfig(
-            max_num_seqs=sequences, max_batched_tokens=d.max_batched_tokens, max_model_len=max(2, d.max_model_len)
+            max_num_seqs=sequences,
+            max_batched_tokens=d.max_batched_tokens,
+            max_model_len=max(2, d.max_model_len),
+            max_prefill_tokens=prefill.max_prefill_tokens,
+            prefill_burst=prefill.prefill_burst,
+            step_target_s=prefill.step_target_s,
         ),
         layout,
         blocks,

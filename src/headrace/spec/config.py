@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -27,6 +28,9 @@ class EngineConfig:
     max_num_seqs: Annotated[int | None, "most sequences that run together"] = None
     max_batched_tokens: Annotated[int | None, "token budget of one step"] = None
     max_prefill_tokens: Annotated[int | None, "most prompt tokens of a step in which others decode"] = None
+    step_target_ms: Annotated[
+        float | None, "cut prompts so that a step in which others decode takes about that long"
+    ] = None
     block_tokens: Annotated[int | None, "tokens of one KV block"] = None
     memory_fraction: Annotated[
         float | None, "share of the device's (CPU: the available) memory for weights, activations and KV pool together"
@@ -58,6 +62,15 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidInput(f"{name} must be at least 1, not {value}", field=name)
+        if self.step_target_ms is not None:
+            if not 0.0 < self.step_target_ms < math.inf:
+                raise InvalidInput(f"step_target_ms must be above 0, not {self.step_target_ms}", field="step_target_ms")
+            if not self.chunked_prefill:
+                raise InvalidInput(
+                    "step_target_ms cuts prompts into chunks, and chunked_prefill is off",
+                    field="step_target_ms",
+                    remedy="give one of them",
+                )
         if self.kv_bytes is not None and self.kv_bytes < 0:
             raise InvalidInput(f"kv_bytes must not be negative, not {self.kv_bytes}", field="kv_bytes")
         if self.memory_fraction is not None and not 0.0 < self.memory_fraction <= 1.0:
