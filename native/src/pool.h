@@ -1,6 +1,10 @@
 // A small thread pool made for many short parallel loops: every thread has a run of items of its own, since memory is read
 // fastest in long runs, and takes from the others' when it is through; so one that a neighbour slows does fewer. Items are
 // handed out one at a time from atomic counters; workers spin briefly between loops and then sleep.
+//
+// Beside other processes (Linux, threads neither pinned nor more than CPUs): a thread that a neighbour keeps from its core may hold an item that all
+// wait for. The caller sees that such a worker's CPU time stands still, moves it to its own core and sleeps until the item is
+// done; a worker on the caller's core moves itself to another one, since the system often wakes it where it last ran.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -40,6 +44,9 @@ class Pool {
   void start(Call call, void* ctx, int64_t items);
   void worker(int index);
   void work(int thread);
+  void wait_for_items();
+  bool pull_one();
+  void leave_callers_core(int index);
 
   int threads_;
   std::vector<std::thread> workers_;
@@ -49,6 +56,8 @@ class Pool {
   struct alignas(64) Share {
     std::atomic<int64_t> next{0};
     int64_t end = 0;
+    std::atomic<bool> inside{false};  // the thread may hold an item
+    std::atomic<int> id{0};           // of the system, 0 if it cannot be moved
   };
   Call call_ = nullptr;
   void* ctx_ = nullptr;
@@ -60,6 +69,11 @@ class Pool {
   std::mutex mutex_;
   std::condition_variable wake_;
   std::atomic<bool> stop_{false};
+  const bool movable_;
+  std::mutex moving_;  // who is moved must not be moved by another meanwhile: each puts back the CPUs that were allowed before
+  alignas(64) std::atomic<int> caller_core_{-1};
+  std::atomic<bool> caller_sleeps_{false};
+  std::condition_variable done_;
 };
 
 }  // namespace headrace
