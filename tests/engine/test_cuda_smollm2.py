@@ -31,8 +31,9 @@ TOLERANCE = {"fp32": 2e-3, "bf16": 0.4}
 bits 60 times on its way; the worst of 1,600 tokens was 0.27 off on an H200, and 0.17 between two batches there."""
 MATES = 0.25
 """Largest difference that a request's batch mates may make to it in bf16."""
-TIE = {"fp32": 1e-3, "bf16": 0.25}
-"""How near the reference's two best log-probabilities must be where another token may be chosen."""
+TIE = {"fp32": 1e-3, "bf16": 0.4}
+"""How near the reference's two best log-probabilities must be where another token may be chosen: in bf16 as near as the
+tolerance above, since either of the two may be off by so much (0.30 was seen on an H200)."""
 
 OPENINGS = (
     "The capital of France is", "Once upon a time, in a small village,", "def fibonacci(n):", "The recipe calls for",

@@ -156,7 +156,8 @@ def test_every_kind_of_step_has_kernels_to_compile(tmp_path, name):
     assert len(alone) > 3
     # Of kinds of layers that differ in their window alone, each has kernels of its own.
     kinds = len({layer.mixer for layer in locate(str(folder)).spec().layers})
-    assert len(decoder.compile_jobs(mixed, attention_only=True)) == 3 * kinds
+    assert len(decoder.compile_jobs(mixed, others=False)) == 3 * kinds
+    assert len(decoder.decode_jobs(mixed)) == kinds
     runs.close()
 
 

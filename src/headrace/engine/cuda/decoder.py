@@ -221,6 +221,10 @@ class Decoder:
             products = list(self._fused_configs(rows))
         return (*products, self._head_config(rows), *self._decode_shape(rows).values())
 
+    def decode_kernel(self, rows: int) -> tuple[int, ...]:
+        """What tells the kernels of decode attention of so many rows from those of other sizes."""
+        return tuple(self._decode_shape(rows).values())
+
     def greedy_pdl(self, rows: int, step: DeviceStep) -> bool:
         """Whether the choice after a decode step may be launched before the head has ended."""
         spec = self._spec
@@ -480,10 +484,23 @@ class Decoder:
             ))  # fmt: skip
         return parts
 
-    def compile_jobs(self, step: DeviceStep, *, attention_only: bool = False) -> list[Callable[[], None]]:
+    def decode_jobs(self, step: DeviceStep) -> list[Callable[[], None]]:
+        """`compile_jobs` of nothing but the decode attention of steps with prompts."""
+        jobs, rows = [], len(step.ids)
+        for i in {msgspec.structs.replace(a, kv_source=None): i for i, a in enumerate(self._mixers)}.values():
+            a = self._mixers[i]
+            qkv = self._cut(0, rows, self._qkv_width(a))
+            out = self._cut(qkv.numel(), rows, a.num_heads * a.head_dim)
+            # Behind the rotation, before what prompts take.
+            jobs.append(self._attend_parts(i, a, self._weights.layers[i], qkv, out, step, pdl=self._pdl)[1])
+        return jobs
+
+    def compile_jobs(
+        self, step: DeviceStep, *, attention: bool = True, others: bool = True
+    ) -> list[Callable[[], None]]:
         """Launches that, run in any order on a step of nothing but padding, compile every kernel that such steps launch.
 
-        One for each kind of layer; results are meaningless. `attention_only`: the rest is launched by another step.
+        One for each kind of layer; results are meaningless. Without `attention` or `others` that is launched by another step.
         """
         rows, weights = len(step.ids), self._weights
         x, h = self.x[:rows], self._h[:rows]
@@ -493,17 +510,20 @@ class Decoder:
             if (kind := (msgspec.structs.replace(layer.mixer, kv_source=None), layer.mlp)) in seen:
                 continue
             seen.add(kind)
-            if step.decode_rows == rows and self.fused(rows) and not attention_only:
-                jobs += self._fused_parts(i, x, gained, step)
+            if step.decode_rows == rows and self.fused(rows) and others:
+                product, *attending, out, up, down = self._fused_parts(i, x, gained, step)
+                jobs += [product, *(attending if attention else ()), out, up, down]
+                continue
+            if not attention:
                 continue
             w, a = weights.layers[i], self._mixers[i]
             qkv = self._cut(0, rows, self._qkv_width(a))
             jobs += self._attend_parts(
                 i, a, w, qkv, self._cut(qkv.numel(), rows, a.num_heads * a.head_dim), step, pdl=self._pdl
             )
-        if attention_only:
+        if not others:
             return jobs
-        if jobs and self.fused(rows) and step.decode_rows == rows:
+        if self.fused(rows) and step.decode_rows == rows:
             jobs.append(
                 lambda: embed(
                     step.ids,

@@ -178,8 +178,13 @@ class Runner:
         kinds: dict[tuple[object, ...], int] = {}
         for rows in self._sizes.tolist():
             kinds.setdefault(decoder.kernels_of(rows), rows)
+        attended, shapes = set(), set()
         for rows in kinds.values():
             steps.append(step := DeviceStep(blank[:rows], blank[:rows], blank[:rows], rows))
+            # Two threads that find a kernel missing would both compile it.
+            if (shape := decoder.decode_kernel(rows)) in shapes:
+                attended.add(id(step))
+            shapes.add(shape)
             jobs.append(
                 lambda n=rows, s=step: greedy(
                     decoder.logits[:n], out[0], out[1], decoder.last_ids, blank[:n], pdl=decoder.greedy_pdl(n, s)
@@ -199,18 +204,29 @@ class Runner:
                 step.chunks, step.tiles = torch.zeros_like(chunks), torch.zeros_like(tiles)
                 step.offsets, step.longest = torch.zeros_like(blank[:4]), 1
             steps.append(step)
+        beside = {}
+        for count in sorted({r for r, _ in self._mixed_sizes()}):
+            beside.setdefault(decoder.decode_kernel(count), count)
+        jobs_beside = []
+        for shape, count in beside.items():
+            if shape != decoder.decode_kernel(min(8, rows - 1)):
+                ids = blank[: count + 16]
+                step = DeviceStep(ids, ids, ids, count, blank[4:8].view(1, 4), blank[4:6].view(1, 2), SHORT_TILE)
+                jobs_beside += decoder.decode_jobs(step)
         one, rules = out[2, :1], torch.ones(1, 5, device=self._device)
         jobs.append(lambda: draw(decoder.logits[:1], out[0], decoder.last_ids, one, one, rules))
         jobs.append(lambda: greedy(decoder.logits[:1], out[0], out[2], decoder.last_ids, one, masked=True))
         pairs = torch.zeros(1, 2, dtype=torch.int32, device=self._device)
         jobs.append(lambda: copy_blocks(decoder.pool.blocks, pairs))
         jobs.append(lambda: scatter(self._bad_rows, pairs))
-        # Attention of prompts takes longest to compile, so it goes first.
         # Of the steps whose products are the library's, one launches all that is not attention.
         plain = [s for s in steps if not (s.decode_rows == len(s.ids) and decoder.fused(len(s.ids)))]
         partial = {id(s) for s in [*plain[1:], *cascades]}
-        steps = [*steps[::-1], *cascades]
-        jobs = [job for s in steps for job in decoder.compile_jobs(s, attention_only=id(s) in partial)] + jobs
+        # Attention of prompts takes longest to compile, then that of shared prefixes: two kernels, one after the other.
+        made = []
+        for s in [steps[-1], *cascades, *steps[-2::-1]]:
+            made += decoder.compile_jobs(s, attention=id(s) not in attended, others=id(s) not in partial)
+        jobs = made + jobs_beside + jobs
 
         def one_job(job: Callable[[], object]) -> None:
             torch.cuda.set_device(self._device)

@@ -157,8 +157,9 @@ def _decode(
     SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PREFIX_BLOCK_N: tl.constexpr,
     PDL: tl.constexpr, STAGES: tl.constexpr, CODE: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
+    # All heads of the longest context go first: what begins last is then short, whatever the lengths are.
+    row = tl.program_id(1).to(tl.int64)
+    kv_head = tl.program_id(0)
     split = tl.program_id(2)
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, D_P)
@@ -484,7 +485,7 @@ def decode_attention(
             KV_HEADS=kv_heads, **shape, BT=block_tokens, **rotation, SOFTCAP=softcap is not None, BLOCK_M=64,
             BLOCK_N=prefix_block_n, PDL=pdl, STAGES=prefix_stages, CODE=code, num_warps=prefix_warps, **early,
         )  # fmt: skip
-    _decode[(rows, kv_heads, splits)](
+    _decode[(kv_heads, rows, splits)](
         qkv, out, kv, given_scales, tables, slots, positions, firsts if prefix else slots, *norms,
         cos_sin if fused else some, some if sinks is None else sinks, work.partial, work.lse, work.counters,
         scale, softcap or 0.0, window or 0, eps, splits, all_splits, min_chunk, prefix_splits, prefix_chunk,
