@@ -225,6 +225,31 @@ def test_bad_input_is_code_2_and_names_the_option(arguments: list[str], option: 
         assert option in result.output
 
 
+@pytest.mark.parametrize(("option", "value"), [("--pairs", "3"), ("--pairs", "2"), ("--metric", "speed")])
+def test_a_comparison_that_cannot_be_judged_is_refused_before_anything_is_started(
+    option: str, value: str, tmp_path: Path
+) -> None:
+    from headrace.base.errors import InvalidInput
+    from headrace.cli.main import build
+
+    targets = [
+        "bench",
+        "ab",
+        "--a",
+        "headrace",
+        "--b",
+        "headrace",
+        "--model",
+        "smollm2-135m",
+        "--out",
+        str(tmp_path / "o"),
+    ]
+    with pytest.raises(InvalidInput) as refused:
+        build("bench")([*targets, option, value])
+    assert refused.value.field == option
+    assert not (tmp_path / "o").exists()
+
+
 def test_a_command_that_was_refused_does_not_use_up_its_folder(tmp_path: Path) -> None:
     from headrace.base.errors import InvalidInput
     from headrace.cli.main import build

@@ -80,6 +80,12 @@ def read_runs(folder: Path) -> list[Path]:
     return [folder]
 
 
+def check_metric(name: str) -> None:
+    """Raise InvalidInput unless `name` is a figure that runs are compared by."""
+    if name not in {figure.name for figure in FIGURES}:
+        raise InvalidInput(f"unknown figure {name!r}", field="--metric", remedy=", ".join(f.name for f in FIGURES))
+
+
 def compare_folders(
     a: Path, b: Path, *, margin: float | None, noise: float = RUN_NOISE, primary: str = "output_tokens_per_s"
 ) -> dict[str, Any]:
@@ -92,8 +98,7 @@ def compare_runs(
     primary: str = "output_tokens_per_s", interleaved: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """B against A. `interleaved`: run k of A and run k of B were neighbours, in the order A B, B A, …"""
-    if primary not in {figure.name for figure in FIGURES}:
-        raise InvalidInput(f"unknown figure {primary!r}", field="--metric", remedy=", ".join(f.name for f in FIGURES))
+    check_metric(primary)
     summaries = [read_summary(folder) for folder in a], [read_summary(folder) for folder in b]
     figures = []
     for figure in FIGURES:

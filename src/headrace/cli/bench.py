@@ -196,6 +196,7 @@ def _do_ab(
 ) -> dict[str, Any]:  # fmt: skip
     """`job`: what a new folder is begun with; None where the folder goes on."""
     from headrace.bench import series
+    from headrace.bench.compare import check_metric
     from headrace.bench.stats import parse_share
     from headrace.bench.targets import parse_target
     from headrace.bench.targets._process import open_target
@@ -204,6 +205,8 @@ def _do_ab(
         raise InvalidInput("a sweep cannot be interleaved", field="--rate" if load.rate else "--concurrency")
     settings, share = load.settings(), parse_share(margin, "--margin") if margin else None
     specs = parse_target(a), parse_target(b)
+    series.check_pairs(pairs)
+    check_metric(metric)
     _begin(out, job)
 
     async def go() -> dict[str, Any]:

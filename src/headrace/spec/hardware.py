@@ -212,7 +212,9 @@ def catalog() -> dict[str, Gpu]:
     return known
 
 
-_SAYS_NOTHING = re.compile(r"^\d+ *x *(?=[a-z])|\b(?:nvidia|amd|instinct|geforce|hbm\d?e?)\b|(?<=sxm)\d\b|(?<=\d) *gb\b")
+_SAYS_NOTHING = re.compile(
+    r"^\d+ *x *(?=[a-z])|\b(?:nvidia|amd|instinct|geforce|hbm\d?e?)\b|(?<=sxm)\d\b|(?<=\d) *gb\b"
+)
 """What drivers and people write around a card's name: a count, the maker, the kind of memory, the socket's version, the unit."""
 
 
