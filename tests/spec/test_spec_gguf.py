@@ -405,6 +405,13 @@ def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
         read_gguf(tmp_path)
 
 
+def test_a_file_without_tensors(tmp_path: Path) -> None:
+    metadata, _ = ARCHITECTURES["qwen2"]
+    header = read_gguf(corrupted(tmp_path, gguf_bytes(metadata, [])))
+    with pytest.raises(CorruptCheckpoint, match="holds no tensors"):
+        spec_from_gguf(header)
+
+
 _SMALL = gguf_bytes(*ARCHITECTURES["qwen2"])
 
 

@@ -46,6 +46,12 @@ def spec_from_gguf(header: GGUFHeader, name: str = "") -> ModelSpec:
             field="general.architecture",
             remedy="supported: " + ", ".join(sorted(_ARCHITECTURES)),
         )
+    if not header.tensors:
+        raise CorruptCheckpoint(
+            f"{header.path} holds no tensors",
+            field="tensors",
+            remedy="name a file with weights, not one of a vocabulary",
+        )
     return build(_Metadata(header, name))
 
 
