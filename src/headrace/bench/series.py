@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.base.errors import InvalidInput
 from headrace.base.files import write_atomic
 from headrace.bench import stats
 from headrace.bench.compare import COMPARISON_FILE, FIGURES, SERIES_FILE, Series, compare_runs
@@ -125,18 +124,12 @@ async def sweep(
     }
 
 
-def check_pairs(pairs: int) -> None:
-    """Raise InvalidInput unless so many pairs can be interleaved and have an interval."""
-    if pairs < stats.MIN_PAIRS or pairs % 2:
-        raise InvalidInput(f"needs an even number, at least {stats.MIN_PAIRS}, got {pairs}", field="--pairs")
-
-
 async def interleaved(
     settings: RunSettings, a: RunningTarget, b: RunningTarget, labels: tuple[str, str], pairs: int, out: Path,
     watch: Watch, *, margin: float | None, primary: str, headroom: bool, natural: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Run two targets A B B A A B B A …; within a pair both get the same words, which no other pair has."""
-    check_pairs(pairs)
+    stats.check_pairs(pairs)
     series = Series(kind="interleaved", title=f"{labels[1]} against {labels[0]}", facts={"labels": list(labels)})
     folders: dict[str, list[Path]] = {"a": [], "b": []}
     for k in range(pairs):

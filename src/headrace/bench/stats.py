@@ -99,6 +99,12 @@ def _t_half(values: Array) -> Array:
     return np.asarray(quantile * values.std(axis=-1, ddof=1) / np.sqrt(n))
 
 
+def check_pairs(pairs: int) -> None:
+    """Raise InvalidInput unless so many interleaved pairs have an interval."""
+    if pairs < MIN_PAIRS or pairs % 2:
+        raise InvalidInput(f"needs an even number of pairs, at least {MIN_PAIRS}, got {pairs}", field="--pairs")
+
+
 def interleaved_half_width(log_ratios: Array) -> Array:
     """Half width of the interval of the mean log ratio; [..., pairs] → [...], pairs even and at least 4.
 
@@ -107,8 +113,7 @@ def interleaved_half_width(log_ratios: Array) -> Array:
     drift, the second is but has few degrees of freedom, and their maximum errs to the safe side of 5 %.
     """
     pairs = log_ratios.shape[-1]
-    if pairs < MIN_PAIRS or pairs % 2:
-        raise InvalidInput(f"needs an even number of pairs, at least {MIN_PAIRS}, got {pairs}", field="--pairs")
+    check_pairs(pairs)
     couples = log_ratios.reshape(*log_ratios.shape[:-1], pairs // 2, 2).mean(axis=-1)
     return np.maximum(_t_half(log_ratios), _t_half(couples))
 

@@ -197,7 +197,7 @@ def _do_ab(
     """`job`: what a new folder is begun with; None where the folder goes on."""
     from headrace.bench import series
     from headrace.bench.compare import check_metric
-    from headrace.bench.stats import parse_share
+    from headrace.bench.stats import check_pairs, parse_share
     from headrace.bench.targets import parse_target
     from headrace.bench.targets._process import open_target
 
@@ -205,7 +205,7 @@ def _do_ab(
         raise InvalidInput("a sweep cannot be interleaved", field="--rate" if load.rate else "--concurrency")
     settings, share = load.settings(), parse_share(margin, "--margin") if margin else None
     specs = parse_target(a), parse_target(b)
-    series.check_pairs(pairs)
+    check_pairs(pairs)
     check_metric(metric)
     _begin(out, job)
 

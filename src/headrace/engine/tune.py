@@ -131,9 +131,7 @@ def quantized_candidates(bucket: int, shape: Shape, w: QuantMatrix, sms: int) ->
     """The same for quantized weights, whose unpacking takes many warps."""
     if bucket <= DIRECT_ROWS and has_gluon():
         for warps, ahead, registers in itertools.product((2, 4, 8, 16), (1, 2, 4, 7, 8), (0, 80, 128)):
-            found = GemmConfig(
-                16, DIRECT_INPUTS, 1, warps, ahead, rows=bucket, direct=True, registers=registers
-            )  # fmt: skip
+            found = GemmConfig(16, DIRECT_INPUTS, 1, warps, ahead, rows=bucket, direct=True, registers=registers)
             crowded = ahead * (2 if shape.pair else 1) * (8 if w.kind <= NF4_CODES.value else 16) > 120
             if not_direct(w, shape.columns, found) is None and not crowded:
                 yield found
@@ -186,7 +184,6 @@ def measure_quantized(
         good = {job for job, fine in zip(jobs, threads.map(fits, jobs), strict=True) if fine}
     torch.cuda.synchronize(device)
     for bucket in buckets:
-        rows = bucket
         ours = theirs = 0.0
         best: dict[Shape, GemmConfig] = {}
         for shape in products:
@@ -194,9 +191,9 @@ def measure_quantized(
             tried = [c for c in work[bucket, shape] if ((bucket, shape), c) in good]
             count = len(bench.weights)
             timed = sorted(
-                (graph_us(lambda c=c, b=bench, r=rows: b.run(r, c), count, 3), i) for i, c in enumerate(tried)
+                (graph_us(lambda c=c, b=bench, r=bucket: b.run(r, c), count, 3), i) for i, c in enumerate(tried)
             )
-            other = graph_us(lambda b=bench, r=rows: b.otherwise(r), count, 3)
+            other = graph_us(lambda b=bench, r=bucket: b.otherwise(r), count, 3)
             us = timed[0][0] if timed else float("inf")
             report(
                 f"{form.name} {bucket:3d} {shape.role:5s} {shape.columns}x{shape.inner}: {us:.1f} us "

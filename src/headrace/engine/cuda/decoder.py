@@ -486,14 +486,16 @@ class Decoder:
 
     def decode_jobs(self, step: DeviceStep) -> list[Callable[[], None]]:
         """`compile_jobs` of nothing but the decode attention of steps with prompts."""
-        jobs, rows = [], len(step.ids)
-        for i in {msgspec.structs.replace(a, kv_source=None): i for i, a in enumerate(self._mixers)}.values():
-            a = self._mixers[i]
-            qkv = self._cut(0, rows, self._qkv_width(a))
-            out = self._cut(qkv.numel(), rows, a.num_heads * a.head_dim)
-            # Behind the rotation, before what prompts take.
-            jobs.append(self._attend_parts(i, a, self._weights.layers[i], qkv, out, step, pdl=self._pdl)[1])
-        return jobs
+        kinds = {msgspec.structs.replace(a, kv_source=None): i for i, a in enumerate(self._mixers)}
+        # Behind the rotation, before what prompts take.
+        return [self._attention_jobs(i, step)[1] for i in kinds.values()]
+
+    def _attention_jobs(self, i: int, step: DeviceStep) -> list[Callable[[], None]]:
+        """The launches of a layer's attention, over whatever the buffers hold."""
+        a, rows = self._mixers[i], len(step.ids)
+        qkv = self._cut(0, rows, self._qkv_width(a))
+        out = self._cut(qkv.numel(), rows, a.num_heads * a.head_dim)
+        return self._attend_parts(i, a, self._weights.layers[i], qkv, out, step, pdl=self._pdl)
 
     def compile_jobs(
         self, step: DeviceStep, *, attention: bool = True, others: bool = True
@@ -514,13 +516,8 @@ class Decoder:
                 product, *attending, out, up, down = self._fused_parts(i, x, gained, step)
                 jobs += [product, *(attending if attention else ()), out, up, down]
                 continue
-            if not attention:
-                continue
-            w, a = weights.layers[i], self._mixers[i]
-            qkv = self._cut(0, rows, self._qkv_width(a))
-            jobs += self._attend_parts(
-                i, a, w, qkv, self._cut(qkv.numel(), rows, a.num_heads * a.head_dim), step, pdl=self._pdl
-            )
+            if attention:
+                jobs += self._attention_jobs(i, step)
         if not others:
             return jobs
         if self.fused(rows) and step.decode_rows == rows:

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.engine.kernels.quantized import part_of
+
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 
@@ -54,7 +56,7 @@ def _rescale(
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = n < width
     by = tl.load(rows_by + row)
-    index = (n >= first).to(tl.int32) + (n >= second).to(tl.int32) if BY_PART else n
+    index = part_of(n, first, second) if BY_PART else n
     value = tl.load(sums + row * width + n, inside, 0).to(tl.float32) * by
     value *= tl.load(columns_by + index, inside, 0.0)
     if BIAS:

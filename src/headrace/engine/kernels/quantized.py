@@ -43,7 +43,8 @@ DIRECT_INPUTS = 128
 
 
 @triton.jit
-def _part_of(row, first, second):
+def part_of(row, first, second):
+    """Which of up to three joined matrices an output is of; the second and the third begin at `first` and `second`."""
     return (row >= first).to(tl.int32) + (row >= second).to(tl.int32)
 
 
@@ -60,11 +61,11 @@ def _scales(
     elif SCALE == BY_NESTED:
         code = tl.load(scales + group * rows_total + row, inside, 0).to(tl.int32)
         step = tl.load(nested + (row * groups + group) // NESTED, inside, 0.0)
-        return tl.load(tables + code) * step + tl.load(offsets + _part_of(row, first, second))
+        return tl.load(tables + code) * step + tl.load(offsets + part_of(row, first, second))
     elif SCALE == BY_GROUP:
         return tl.load(scales + group * tl.cdiv(rows_total, SHARED) + row // SHARED, inside, 0.0).to(tl.float32)
     elif SCALE == BY_PART:
-        return tl.load(scales + _part_of(row, first, second) + tl.zeros_like(row), inside, 0.0)
+        return tl.load(scales + part_of(row, first, second) + tl.zeros_like(row), inside, 0.0)
     else:
         return tl.load(scales + row, inside, 0.0)
 
@@ -314,13 +315,13 @@ class QuantMatrix:
 def has_gluon() -> bool:
     """Whether this Triton has the language that `headrace.engine.kernels.streamed` is written in (3.6 has)."""
     try:
-        from headrace.engine.kernels import streamed
+        from headrace.engine.kernels import streamed  # noqa: F401
     except (ImportError, AttributeError) as error:
         log.warning(
             "products of single rows are slower than they could be: this Triton has no usable Gluon (%s)", error
         )
         return False
-    return streamed is not None
+    return True
 
 
 def not_direct(w: QuantMatrix, columns: int, config: GemmConfig) -> str | None:

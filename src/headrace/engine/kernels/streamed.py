@@ -22,7 +22,7 @@ from triton.experimental.gluon import language as gl
 
 from headrace.engine.kernels.activation import act
 from headrace.engine.kernels.gemm import MAX_ROWS
-from headrace.engine.kernels.quantized import BY_EXPONENT, BY_NESTED, BY_PART, DIRECT_ROWS, NESTED
+from headrace.engine.kernels.quantized import BY_EXPONENT, BY_NESTED, BY_PART, DIRECT_ROWS, NESTED, part_of
 from headrace.engine.kernels.unpack import (
     FP8,
     INT8,
@@ -241,11 +241,6 @@ def _added(
 
 
 @gluon.jit
-def _part_of(row, first, second):
-    return (row >= first).to(gl.int32) + (row >= second).to(gl.int32)
-
-
-@gluon.jit
 def _places(
     codes, row0, rows_total, inner, KIND: gl.constexpr, WORDS: gl.constexpr, LEFT: gl.constexpr, CHUNKS: gl.constexpr, SUMS: gl.constexpr,
     WARPS: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -296,8 +291,8 @@ def kernel(
     if PAIR:
         place2 = _places(codes, columns + row0, rows_total, inner, KIND, WORDS, LEFT, CHUNKS, SUMS, WARPS, BLOCK_N)
     if SCALE == BY_NESTED:
-        offset = gl.load(offsets + _part_of(place[1] + place[2] * 0, first, second))
-        offset2 = gl.load(offsets + _part_of(place2[1] + place[2] * 0, first, second))
+        offset = gl.load(offsets + part_of(place[1] + place[2] * 0, first, second))
+        offset2 = gl.load(offsets + part_of(place2[1] + place[2] * 0, first, second))
     words = ()
     bits = tables.to(gl.pointer_type(gl.int32), bitcast=True) + FIRST_WORD
     if KIND == NF4_CODES:
@@ -373,10 +368,10 @@ def kernel(
         total *= 2.0**56
         total2 *= 2.0**56
     if GROUP == 0:
-        total = total * gl.expand_dims(gl.load(scales + (_part_of(n, first, second) if SCALE == BY_PART else n)), 1)
+        total = total * gl.expand_dims(gl.load(scales + (part_of(n, first, second) if SCALE == BY_PART else n)), 1)
         if PAIR:
             n2 = columns + n
-            total2 *= gl.expand_dims(gl.load(scales + (_part_of(n2, first, second) if SCALE == BY_PART else n2)), 1)
+            total2 *= gl.expand_dims(gl.load(scales + (part_of(n2, first, second) if SCALE == BY_PART else n2)), 1)
     if NORM:
         shrink = gl.rsqrt(gl.sum(parts, 0) / inner + eps)
         if ONE:
