@@ -359,6 +359,33 @@ def test_sliding_blocks_return_to_the_pool_while_a_request_runs():
 # Budget, order, fairness, time
 
 
+@pytest.mark.parametrize("windows", [(None,), (None, 12)])
+@pytest.mark.parametrize("seed", range(40))
+def test_what_running_sequences_were_promised_is_counted_as_they_are_let_in(windows, seed):
+    """The count that admission goes on with through a step is, at each decision, the sum over all that run."""
+    rng, seen = random.Random(seed), []
+    rig = Rig(windows=windows, blocks=14, max_num_seqs=8, max_batched_tokens=24)
+    scheduler = rig.scheduler
+    inner = scheduler._admission
+
+    class Watching:
+        def admits(self, *, promised_blocks, **more):
+            counted = [scheduler._tables.promised(sequence) for sequence in scheduler._running]
+            seen.append((promised_blocks, sum(counted)))
+            return inner.admits(promised_blocks=promised_blocks, **more)
+
+    scheduler._admission = Watching()
+    for _ in range(30):
+        for _ in range(rng.randrange(40)):
+            rig.submit(
+                [rng.randrange(1, VOCAB) for _ in range(rng.choice((3, 9, 21, 40)))], max_tokens=rng.randrange(1, 9)
+            )
+        rig.step()
+    rig.run()
+    assert all(promised == slow for promised, slow in seen)
+    assert any(slow for _, slow in seen)
+
+
 def test_decodes_come_first_and_prefill_takes_the_rest():
     rig = Rig(max_batched_tokens=10, blocks=100)
     rig.submit(prompt(4), max_tokens=20, ignore_eos=True)
