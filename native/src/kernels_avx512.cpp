@@ -42,8 +42,28 @@ inline void load_lines(const uint8_t* q, __m512i* w) {
 // several rows there is arithmetic to hide it behind. A single row is bound by memory anyway and only loses issue slots.
 constexpr int kAhead = 3072;
 
+// Brings what `QRows::ahead` names to the second-level cache, some lines with each group of weights.
+class Bringer {
+ public:
+  Bringer(const Ahead& a, int64_t groups)
+      : piece_(a.pieces), piece_bytes_(a.piece_bytes), at_(a.from), left_(a.lines), each_((a.lines + groups - 1) / groups) {}
+  void step() {
+    const int64_t count = std::min(each_, left_);
+    left_ -= count;
+    for (int64_t i = 0; i < count; i++) {
+      _mm_prefetch((const char*)*piece_ + at_, _MM_HINT_T1);
+      at_ += 64;
+      if (at_ >= piece_bytes_) at_ = 0, piece_++;
+    }
+  }
+
+ private:
+  const uint8_t* const* piece_;
+  int64_t piece_bytes_, at_, left_, each_;
+};
+
 template <Codes C, Scales S, int R>
-static void rows_of(const Matrix& m, const uint8_t* tile, const QRows& x, int64_t row0, float* out, int64_t ldo) {
+static void rows_of(const Matrix& m, const uint8_t* tile, const QRows& x, int64_t row0, Bringer& ahead, float* out, int64_t ldo) {
   // Added to the codes by the format or by load_lines.
   constexpr int shift = C == Codes::s8 ? 7 : std::max(zero_shift(C, S), 0);
   constexpr bool zeroed = C == Codes::s8 || zero_shift(C, S) >= 0;
@@ -57,6 +77,7 @@ static void rows_of(const Matrix& m, const uint8_t* tile, const QRows& x, int64_
     const uint8_t* q = s + group_scale_bytes(S);
     if constexpr (R > 1)
       for (int i = 0; i < code_bytes(C) + group_scale_bytes(S); i += 64) _mm_prefetch((const char*)s + kAhead + i, _MM_HINT_T0);
+    if constexpr (R > 1) ahead.step();
     __m512i w[8];
     load_lines<C>(q, w);
     __m512 d, d1 = _mm512_setzero_ps(), mn = _mm512_setzero_ps();
@@ -113,20 +134,21 @@ static void rows_of(const Matrix& m, const uint8_t* tile, const QRows& x, int64_
 template <Codes C, Scales S>
 static void tile_of(const Matrix& m, int64_t t, const QRows& x, int64_t row0, int64_t rows, float* out, int64_t ldo) {
   const uint8_t* tile = m.tile(t);
+  Bringer ahead(x.ahead, std::max<int64_t>(rows / 16, 1) * m.groups);
   int64_t r = 0;
-  for (; r + 16 <= rows; r += 16) rows_of<C, S, 16>(m, tile, x, row0 + r, out + r * ldo, ldo);
+  for (; r + 16 <= rows; r += 16) rows_of<C, S, 16>(m, tile, x, row0 + r, ahead, out + r * ldo, ldo);
   if (r + 8 <= rows) {
-    rows_of<C, S, 8>(m, tile, x, row0 + r, out + r * ldo, ldo);
+    rows_of<C, S, 8>(m, tile, x, row0 + r, ahead, out + r * ldo, ldo);
     r += 8;
   }
   if (r + 4 <= rows) {
-    rows_of<C, S, 4>(m, tile, x, row0 + r, out + r * ldo, ldo);
+    rows_of<C, S, 4>(m, tile, x, row0 + r, ahead, out + r * ldo, ldo);
     r += 4;
   }
   switch (rows - r) {
-    case 3: return rows_of<C, S, 3>(m, tile, x, row0 + r, out + r * ldo, ldo);
-    case 2: return rows_of<C, S, 2>(m, tile, x, row0 + r, out + r * ldo, ldo);
-    case 1: return rows_of<C, S, 1>(m, tile, x, row0 + r, out + r * ldo, ldo);
+    case 3: return rows_of<C, S, 3>(m, tile, x, row0 + r, ahead, out + r * ldo, ldo);
+    case 2: return rows_of<C, S, 2>(m, tile, x, row0 + r, ahead, out + r * ldo, ldo);
+    case 1: return rows_of<C, S, 1>(m, tile, x, row0 + r, ahead, out + r * ldo, ldo);
     default: return;
   }
 }

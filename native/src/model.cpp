@@ -13,6 +13,10 @@ constexpr int64_t kRowChunk = 64;     // rows of one GEMM item: enough to reuse 
 constexpr int64_t kItemBytes = 24576;  // weights of one GEMM item at few rows: amortizes the hand-out, leaves many items
 constexpr int64_t kSerialRows = 4;    // below this, a row operation costs less than waking anyone
 constexpr int kAttentionRows = 16;
+constexpr int64_t kAheadBytes = 16 << 20;  // more keys and values than this would drive each other out of the caches again
+// How much of the next attention's keys and values the MLP's two products have brought near when they are through; that of queries,
+// keys and values brings the rest. Roughly by what they multiply, so that no loop is given more lines than it can hide.
+constexpr double kAfterGateUp = 0.55, kAfterDown = 0.83;
 
 // Whether something in x[n] is not finite or its magnitude reaches `limit`. Compares bit patterns, which order like values
 // and put what is not finite on top; this way the loop becomes vector code.
@@ -71,6 +75,28 @@ void Model::each_row(int64_t rows, const std::function<void(int64_t)>& body) {
   });
 }
 
+void Model::foresee(const Batch& b, const LayerWeights& l) {
+  const KvPool& kv = this->kv[l.slot];
+  const int32_t* tables = b.tables + (int64_t)l.group * b.sequences * b.table_width;
+  pieces_.clear();
+  piece_bytes_ = kv.block_bytes();
+  for (int64_t s = 0; s < b.sequences; s++) {
+    const int64_t end = b.context[s], from = l.window > 0 ? std::max<int64_t>(0, end + 1 - l.window) : 0;
+    for (int64_t i = from / kv.block_tokens; i * kv.block_tokens < end; i++)
+      pieces_.push_back(kv.base + tables[s * b.table_width + i] * kv.block_stride);
+  }
+  if ((int64_t)pieces_.size() * piece_bytes_ > kAheadBytes) pieces_.clear();
+}
+
+Ahead Model::ahead(Share share, int64_t i, int64_t n) const {
+  const int64_t lines = piece_bytes_ / 64;
+  if (share.to <= share.from || pieces_.empty() || lines == 0) return {};
+  const double each = (double)(pieces_.size() * lines) / n;
+  const int64_t from = (int64_t)(each * (i + share.from)), to = (int64_t)(each * (i + share.to));
+  if (to <= from) return {};
+  return {pieces_.data() + from / lines, lines * 64, from % lines * 64, to - from};
+}
+
 void Model::tile_rows(const Matrix& m, int64_t tile, const float* x, int64_t ldx, const QRows& q, int64_t row0, int64_t rows, float* out, int64_t ldo) const {
   if (wants_codes(m))
     k_->gemm_q(m, tile, q, row0, rows, out, ldo);
@@ -78,7 +104,7 @@ void Model::tile_rows(const Matrix& m, int64_t tile, const float* x, int64_t ldx
     k_->gemm_f(m, tile, x + row0 * ldx, ldx, rows, out, ldo);
 }
 
-void Model::gemm(const Linear& w, const float* x, int64_t ldx, const QRows& q, int64_t rows, float* out, int64_t ldo) {
+void Model::gemm(const Linear& w, const float* x, int64_t ldx, const QRows& q, int64_t rows, float* out, int64_t ldo, Share share) {
   int64_t tiles = 0, bytes = 0;
   for (const auto& m : w.parts) {
     tiles += m.tiles;
@@ -101,11 +127,13 @@ void Model::gemm(const Linear& w, const float* x, int64_t ldx, const QRows& q, i
       const int64_t lanes = std::min<int64_t>(kTile, m->n - tile * kTile);
       column += tile * kTile;
       float* target = out + row0 * ldo + column;
+      QRows own = q;
+      own.ahead = ahead(share, item / spans * tiles + t, chunks * tiles);
       if (lanes == kTile) {
-        tile_rows(*m, tile, x, ldx, q, row0, n, target, ldo);
+        tile_rows(*m, tile, x, ldx, own, row0, n, target, ldo);
       } else {
         float edge[kRowChunk * kTile];
-        tile_rows(*m, tile, x, ldx, q, row0, n, edge, kTile);
+        tile_rows(*m, tile, x, ldx, own, row0, n, edge, kTile);
         for (int64_t r = 0; r < n; r++) std::copy_n(edge + r * kTile, lanes, target + r * ldo);
       }
       if (w.bias != nullptr)
@@ -296,9 +324,12 @@ void Model::mlp(const LayerWeights& l, int64_t rows) {
     const int64_t row0 = item / groups * kRowChunk, n = std::min(kRowChunk, rows - row0), g = item % groups;
     float gate_out[kRowChunk * kGroup], up_out[kRowChunk * kGroup];
     const int64_t width = std::min<int64_t>(kGroup, I - g * kGroup);
+    QRows own = q;
     for (int t = 0; t < 2 && 2 * g + t < gate.tiles; t++) {
-      tile_rows(gate, 2 * g + t, h_.data(), H, q, row0, n, gate_out + t * kTile, kGroup);
-      tile_rows(up, 2 * g + t, h_.data(), H, q, row0, n, up_out + t * kTile, kGroup);
+      own.ahead = ahead({0, kAfterGateUp}, 2 * item + t, 2 * groups * chunks);
+      tile_rows(gate, 2 * g + t, h_.data(), H, own, row0, n, gate_out + t * kTile, kGroup);
+      own.ahead = {};
+      tile_rows(up, 2 * g + t, h_.data(), H, own, row0, n, up_out + t * kTile, kGroup);
     }
     if (l.gate_up.bias != nullptr)
       for (int64_t r = 0; r < n; r++)
@@ -317,7 +348,7 @@ void Model::mlp(const LayerWeights& l, int64_t rows) {
     }
   });
   if (codes && !whole) quantize_rows(ff_.data(), I, I, rows, f, true);
-  gemm(l.down, ff_.data(), I, f, rows, tmp_.data(), H);
+  gemm(l.down, ff_.data(), I, f, rows, tmp_.data(), H, {kAfterGateUp, kAfterDown});
 }
 
 void Model::quantize_rows(const float* x, int64_t ld, int64_t k, int64_t rows, QRows& q, bool needed) {
@@ -449,7 +480,9 @@ void Model::step(const Batch& b) {
   for (size_t i = 0; i < layers.size(); i++) {
     const LayerWeights& l = layers[i];
     const QRows q = norm(i > 0, pending_post, l.attention_norm, wants_codes(l.qkv));
-    gemm(l.qkv, h_.data(), H, q, rows, qkv_.data(), l.qkv.outputs());
+    const bool first = i == 0 || layers[i - 1].experts.count > 0;  // no MLP before it has brought anything
+    if (first) foresee(b, l);
+    gemm(l.qkv, h_.data(), H, q, rows, qkv_.data(), l.qkv.outputs(), {first ? 0 : kAfterDown, 1});
     attention(b, l);
     const int64_t O = (int64_t)l.heads * l.value_dim;
     if (i + 1 == layers.size()) {  // from here on only rows whose logits are wanted matter
@@ -469,10 +502,13 @@ void Model::step(const Batch& b) {
     gemm(l.out, att_.data(), O, a, rows, tmp_.data(), H);
     const bool moe = l.experts.count > 0;
     norm(true, l.post_attention_norm, l.mlp_norm, moe ? wants_codes(l.experts.gate[0]) || wants_codes(l.experts.up[0]) : wants_codes(l.gate_up));
-    if (moe)
+    pieces_.clear();
+    if (moe) {
       mixture(l, rows);
-    else
+    } else {
+      if (i + 1 < layers.size()) foresee(b, layers[i + 1]);
       mlp(l, rows);
+    }
     pending_post = l.post_mlp_norm;
   }
   norm(true, pending_post, final_norm, wants_codes(head));
@@ -502,7 +538,7 @@ void Model::copy_block(int64_t source, int64_t target) {
 
 size_t Model::buffer_bytes() const {
   const auto f = [](const auto& v) { return v.capacity() * sizeof(v[0]); };
-  size_t n = f(x_) + f(h_) + f(qkv_) + f(att_) + f(tmp_) + f(ff_) + f(router_) + f(moe_out_) + f(scratch_) + f(partial_) + f(own_);
+  size_t n = f(x_) + f(h_) + f(qkv_) + f(att_) + f(tmp_) + f(ff_) + f(router_) + f(moe_out_) + f(scratch_) + f(partial_) + f(own_) + f(pieces_);
   for (const QBuffer* q : {&qh_, &qa_, &qf_, &qe_}) n += f(q->data);
   return n;
 }

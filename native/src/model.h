@@ -69,6 +69,11 @@ struct Batch {
   uint8_t* broken = nullptr;  // [sequences], set to 1 where keys or values are not finite or too large for the cache
 };
 
+// A loop's part [from, to) of something that several loops do together.
+struct Share {
+  double from = 0, to = 0;
+};
+
 class Model {
  public:
   Model(ModelConfig config, const Kernels* kernels, std::shared_ptr<Pool> pool) : c_(config), k_(kernels), pool_(std::move(pool)) {}
@@ -91,7 +96,11 @@ class Model {
 
  private:
   struct Rows;
-  void gemm(const Linear& w, const float* x, int64_t ldx, const QRows& q, int64_t rows, float* out, int64_t ldo);
+  // What earlier tokens left in the cache for a layer's attention, listed for the products before it to bring near.
+  void foresee(const Batch& b, const LayerWeights& l);
+  // The part of it for tile `i` of `n` of a loop, which takes a share of what falls to each tile.
+  Ahead ahead(Share share, int64_t i, int64_t n) const;
+  void gemm(const Linear& w, const float* x, int64_t ldx, const QRows& q, int64_t rows, float* out, int64_t ldo, Share share = {});
   void quantize_rows(const float* x, int64_t ld, int64_t k, int64_t rows, QRows& q, bool needed);
   bool wants_codes(const Linear& w) const;
   bool wants_codes(const Matrix& m) const { return m.quantized() && !c_.exact_activations; }
@@ -122,6 +131,8 @@ class Model {
   std::vector<int32_t> order_, expert_of_, slot_of_;
   std::vector<float> expert_weight_;
   std::vector<uint8_t> row_broken_;
+  std::vector<const uint8_t*> pieces_;
+  int64_t piece_bytes_ = 0;
   QBuffer qh_, qa_, qf_, qe_;
 };
 

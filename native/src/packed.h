@@ -226,10 +226,18 @@ struct QGroup {
   int32_t sum, half_sum;
 };
 
+// A hint: memory that a later loop reads, for products of several rows to bring near, since these wait for multipliers and not
+// for memory. `lines` lines of 64 bytes out of pieces of `piece_bytes` each, from byte `from` of the first piece on.
+struct Ahead {
+  const uint8_t* const* pieces = nullptr;
+  int64_t piece_bytes = 0, from = 0, lines = 0;
+};
+
 // Activations of `rows` rows, [rows][groups]; inputs are padded with zeros to whole groups.
 struct QRows {
   int64_t rows = 0, groups = 0;
   QGroup* data = nullptr;
+  Ahead ahead;
   QGroup* row(int64_t r) const { return data + r * groups; }
 };
 
