@@ -16,7 +16,7 @@ from torch_steps import Engine
 from headrace.base.errors import CorruptCheckpoint, HeadraceError, InvalidInput, UnsupportedModel
 from headrace.engine.executors.native import BACKEND as NATIVE
 from headrace.engine.executors.torch import BACKEND as TORCH
-from headrace.engine.launch import choose_backend
+from headrace.engine.launch import choose_backend, launch
 from headrace.engine.quant.formats import form
 from headrace.engine.weights.dequantize import dequantize
 from headrace.engine.weights.open import open_weights
@@ -298,6 +298,12 @@ DAMAGE = {
     "ct-no-zeros": ("ct-int4-asym", drop("weight_zero_point"), None, "weight_zero_point"),
     "ct-wrong-shape": ("ct-int4", replaced("weight_shape", lambda t: t * 2), None, "shape"),
     "ct-fp8-nan": ("ct-fp8-channel", replaced("weight", lambda t: torch.full_like(t, float("nan"))), None, "weight"),
+    "ct-packed-and-plain": (
+        "ct-int4",
+        lambda t: t.update({f"{NAME}.weight": torch.ones(64, 128)}),
+        None,
+        "is there twice",
+    ),
     "bnb-nan-absmax": ("bnb-nf4-single", poison("weight.absmax", float("nan")), None, "absmax"),
     "bnb-nan-nested": ("bnb-nf4", replaced("weight.nested_absmax", lambda t: t * float("nan")), None, "nested_absmax"),
     "bnb-other-table": ("bnb-nf4", poison("weight.quant_map", 0.5), None, "quant_map"),
@@ -367,6 +373,18 @@ REFUSED = {
         },
         "mixed",
     ),
+    "another-type": (
+        "ct-int4",
+        {"config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "posit"}}}},
+        "posit",
+    ),
+    "another-strategy": (
+        "ct-int4",
+        {"config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "block"}}}},
+        "block",
+    ),
+    "zeros-packed-away": ("ct-int4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+    "rotated-inputs": ("ct-int4", {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}, "transform"),
     "ignored-by-half-an-expression": ("ct-int4", {"ignore": ["re:("]}, "regular expression"),
     "other-method": ("awq", {"quant_method": "fp8"}, "no tensor is stored so"),
 }
@@ -379,6 +397,32 @@ def test_a_config_that_cannot_be_served_is_refused(tmp_path, case):
     quantize_folder(folder, kind, config=config)
     with pytest.raises(HeadraceError, match=word):
         load(folder)
+
+
+def test_what_a_checkpoint_asks_of_the_cache_is_said_and_its_scales_are_left(tmp_path):
+    """`kv_cache_scheme` with its scales, as calibrated FP8 checkpoints have; dense `sparsity_config` changes nothing."""
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    model, folder = tiny_model(tmp_path, "llama", **SMALL)
+    values = quantize_folder(
+        folder,
+        "ct-int4",
+        change=lambda t: t.update(
+            {f"model.layers.{i}.self_attn.{side}_scale": torch.tensor(0.5) for i in (0, 1) for side in "kv"}
+        ),
+        config={"kv_cache_scheme": scheme, "sparsity_config": {"format": "dense", "global_sparsity": 0.1}},
+    )
+    model.load_state_dict(values, strict=False)
+    engine = Engine.of(str(folder), threads=1)
+    try:
+        s = engine.add(list(range(3, 40)), prompt_logprobs=VOCAB)
+        engine.generate([s], 1)
+        np.testing.assert_allclose(dense(s.prompt_logprobs), reference(model, s.prompt)[:-1], atol=TOLERANCE, rtol=0)
+    finally:
+        engine.close()
+    for kv, said in (("auto", "--kv fp8 makes them so"), ("fp8", "so they are, without its scales")):
+        core = launch(EngineConfig(model=str(folder), kv=kv, backend="torch", kv_bytes=2**20, max_model_len=64))
+        core.executor.close()
+        assert any("kv_cache_scheme" in note and said in note for note in core.info.notes)
 
 
 def load(folder):

@@ -6,7 +6,7 @@ import importlib
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import msgspec
@@ -198,10 +198,23 @@ def _assemble(
         weights_precision=model.weights_precision,
         kv_precision=model.kv_precision,
         memory=model.memory(),
-        notes=(*notes, *pool.notes, *model.notes()),
+        notes=(*notes, *pool.notes, *model.notes(), *_cache_notes(files, model.kv_precision)),
         startup_s={},
     )
     return EngineCore(scheduler, executor, info)
+
+
+def _cache_notes(files: ModelFiles, kv: str) -> list[str]:
+    """What a checkpoint asks of keys and values, which `kv` decides: a user should know when the two differ."""
+    scheme = (files.quantization() or {}).get("kv_cache_scheme")
+    if not isinstance(scheme, Mapping):
+        return []
+    asked = f"{'fp' if scheme.get('type') == 'float' else 'int'}{scheme.get('num_bits')}"
+    if asked == kv:
+        held = "so they are, without its scales"
+    else:
+        held = f"they are {kv} here" + (f", --kv {asked} makes them so" if asked in ("fp8", "int8", "int4") else "")
+    return [f"the checkpoint asks for {asked} keys and values (kv_cache_scheme): {held}"]
 
 
 def _prefill_limits(config: EngineConfig, defaults: _Defaults) -> PrefillLimits:

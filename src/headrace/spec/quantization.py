@@ -114,6 +114,8 @@ def _integer(bits: int, group_size: int, symmetric: bool) -> str:
 
 
 def _compressed_tensors(q: Config) -> str:
+    for key in ("sparsity_config", "transform_config"):
+        _refuse_what_changes_weights(q, key)
     groups = q.table("config_groups")
     if groups is None:
         raise InvalidInput("compressed-tensors without config_groups", field="quantization_config.config_groups")
@@ -124,6 +126,24 @@ def _compressed_tensors(q: Config) -> str:
             field="quantization_config.config_groups",
         )
     return found.pop()
+
+
+def _refuse_what_changes_weights(q: Config, key: str) -> None:
+    """UnsupportedModel if `sparsity_config` packs zeros away or `transform_config` rotates what the weights multiply."""
+    said = q.table(key)
+    if not said:
+        return
+    if key == "sparsity_config":
+        if said.get("format", "dense") == "dense":  # zeros are stored as any other value
+            return
+        what = f"sparse weights stored as {said['format']!r} are not read"
+    elif said.get("config_groups"):
+        what = "weights that need transforms of their inputs are not supported"
+    else:
+        return
+    raise UnsupportedModel(
+        what, field=f"quantization_config.{key}", remedy="take a checkpoint that was written without it"
+    )
 
 
 def _compressed_group(group: Config) -> str:
@@ -142,8 +162,21 @@ def _compressed_group(group: Config) -> str:
         if bits == 8 and strategy in names:
             return names[strategy]
         raise UnsupportedModel(f"{bits}-bit floats by {strategy} are not supported", field="quantization_config")
+    if kind != "int":
+        raise UnsupportedModel(
+            f"weights of type {kind!r} are not supported",
+            field="quantization_config.config_groups",
+            remedy="known types: int, float",
+        )
+    if strategy not in ("tensor", "channel", "group"):
+        raise UnsupportedModel(
+            f"integers scaled by {strategy!r} are not supported",
+            field="quantization_config.config_groups",
+            remedy="known strategies: tensor, channel, group",
+        )
     stored = _integer(bits, size if strategy == "group" else -1, weights.flag("symmetric", default=True))
-    return stored + ("_act" if strategy == "group" and weights.get("actorder") == "group" else "")
+    reordered = weights.get("actorder") in ("group", "dynamic", True)  # the last two: older spellings of the first
+    return stored + ("_act" if strategy == "group" and reordered else "")
 
 
 def module_part(module: str) -> str | None:

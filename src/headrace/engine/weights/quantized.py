@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,6 +18,10 @@ from headrace.engine.weights.source import Floats, Rows, Stored
 from headrace.spec.families._config import Config
 from headrace.spec.packing import BLOCK_KINDS
 from headrace.spec.quantization import MATRIX_PARTS, ignored_modules
+
+
+_OF_THE_CACHE = re.compile(r"\.(q_scale|k_scale|v_scale|kv_scale|[kqv]_proj\.output_scale)$")
+"""Scales for an FP8 KV cache of other engines. Values in ours are not scaled, so nothing takes them."""
 
 
 class QuantizedSource:
@@ -42,7 +47,7 @@ class QuantizedSource:
             if (logical := self._reader.logical(name)) is not None:
                 self._matrices[logical] = None
                 hidden.update(self._reader.companions(logical))
-        self._plain = [name for name in raw.names() if name not in hidden]
+        self._plain = [name for name in raw.names() if name not in hidden and not _OF_THE_CACHE.search(name)]
         self._refuse_contradictions(everything=self._targets_everything(config))
 
     @property

@@ -29,7 +29,14 @@ _PARTS = (
 class CompressedTensorsReader(Reader):
     def logical(self, name: str) -> str | None:
         if name.endswith(".weight_packed"):
-            return name.removesuffix("_packed")
+            logical = name.removesuffix("_packed")
+            if self.has(logical):
+                raise CorruptCheckpoint(
+                    f"tensor {logical!r} is there twice, packed as {name!r} and plain",
+                    field=logical,
+                    remedy="files of two checkpoints are mixed; keep those of one",
+                )
+            return logical
         if name.endswith(".weight") and self.raw.dtype(name) in ("I8", "F8_E4M3"):
             return name
         return None
