@@ -19,7 +19,6 @@ from headrace.spec.families._config import Config
 from headrace.spec.packing import BLOCK_KINDS
 from headrace.spec.quantization import MATRIX_PARTS, ignored_modules
 
-
 _OF_THE_CACHE = re.compile(r"\.(q_scale|k_scale|v_scale|kv_scale|[kqv]_proj\.output_scale)$")
 """Scales for an FP8 KV cache of other engines. Values in ours are not scaled, so nothing takes them."""
 
