@@ -276,6 +276,19 @@ async def test_other_content_types_unknown_paths_and_methods(served):
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
+async def test_an_unknown_path_is_told_what_is_served(served):
+    """A client that asks for embeddings, or forgot `/v1`, learns the paths that exist; a wrong method the right one."""
+    for path in ("/v1/embeddings", "/v1/responses", "/chat/completions"):
+        response = await served.http.post(path, json={"model": MODEL, "input": "x"})
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (404, "not_found")
+        assert path in error["message"]
+        assert "POST /v1/chat/completions, " in error["message"]
+        assert "GET /v1/models; GET /openapi.json has the rest" in error["message"]
+    wrong = (await served.http.get("/v1/chat/completions")).json()["error"]
+    assert wrong["message"] == "GET is not offered here; use POST."
+
+
 async def test_unknown_model_is_404(served):
     error = await served.refused(status=404, model="gpt-5", prompt="p")
     assert (error.param, error.code) == ("model", "model_not_found")

@@ -138,12 +138,28 @@ def create_app(
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Routing errors (404, 405) in OpenAI's shape."""
+    """Routing errors (404, 405) in OpenAI's shape, which say what is served."""
     assert isinstance(error, HTTPException)
-    text = {404: f"There is nothing at {request.url.path}.", 405: f"{request.method} is not offered here."}
+    allowed = (error.headers or {}).get("Allow", "")
+    text = {
+        404: f"There is nothing at {request.url.path}; served: {_served(request.app)}.",
+        405: f"{request.method} is not offered here; use {allowed}.",
+    }
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     message = text.get(error.status_code, error.detail)
     return ApiError(error.status_code, message, code=code, headers=dict(error.headers or {})).response()
+
+
+def _served(app: Starlette) -> str:
+    """OpenAI's paths that are here, with their methods; the document has the others."""
+    found = [
+        f"{next(m for m in route.methods or () if m != 'HEAD')} {route.path}"
+        for route in app.routes
+        if isinstance(route, Route) and route.path.startswith("/v1/")
+    ]
+    return (
+        ", ".join(sorted(found, reverse=True)).replace("{model:path}", "{model}") + "; GET /openapi.json has the rest"
+    )
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
