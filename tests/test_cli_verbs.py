@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
 from dataclasses import fields
@@ -12,8 +13,12 @@ from pathlib import Path
 import pytest
 
 import headrace
+from headrace.cli._declared import ENGINE, of_fields
 from headrace.cli.main import main, verbs
 from headrace.control.params import SamplingParams
+from headrace.control.policies import EVICTION, ORDER
+from headrace.engine.launch import _CPU, _GPU, BACKENDS
+from headrace.spec.accounting import default_block_tokens
 from headrace.spec.config import EngineConfig
 
 
@@ -90,6 +95,7 @@ def test_version() -> None:
         (["generate", "smollm2-135m", "--prompt", "x", "--logit-bias", "a=1"], "logit_bias"),
         (["generate", "smollm2-135m", "--prompt", "x", "--kv-bytes", "1", "--num-blocks", "1"], "kv_bytes"),
         (["serve", "no-such"], "no-such"),
+        (["generate", "smollm2-135m", "--prompt", "x", "--revision", "main"], "revision"),
         (["serve", "smollm2-135m", "--log-level", "loud"], "log_level"),
         (["serve", "smollm2-135m", "--chat-template", "/no/such/file"], "chat_template"),
         (["chat", "smollm2-135m", "--chat-template", "/no/such/file"], "chat_template"),
@@ -107,6 +113,31 @@ def test_wrong_input_is_one_line_and_code_2(
     assert len(lines) == 1
     assert lines[0].startswith("headrace: ")
     assert text in lines[0]
+
+
+def test_a_server_whose_port_is_taken_says_so_before_it_loads_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(SystemExit) as caught:
+            main(["serve", "smollm2-135m", "--port", str(port), "--log-level", "error"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith(f"headrace: port: cannot listen on 127.0.0.1:{port}: ")
+
+
+def test_the_help_of_engine_settings_says_what_there_is_and_what_is_taken() -> None:
+    """Names and defaults stand in the help as text; this holds them to the code."""
+    said = {p.name: p.option.help for _, p in of_fields(ENGINE)}
+    for option, registry in (("backend", BACKENDS), ("order", ORDER), ("eviction", EVICTION)):
+        for name in registry.names():
+            assert re.search(rf"\b{name}\b", said[option]), f"--{option} does not tell of {name}"
+    assert f"{_CPU.max_num_seqs} on a CPU, {_GPU.max_num_seqs} on a GPU" in said["max_num_seqs"]
+    assert f"{_CPU.max_batched_tokens} on a CPU, {_GPU.max_batched_tokens} on a GPU" in said["max_batched_tokens"]
+    assert f"{_GPU.prefill.max_prefill_tokens} on a GPU" in said["max_prefill_tokens"]
+    assert f"{_CPU.prefill.step_target_s * 1000:g} on a CPU" in said["step_target_ms"]
+    assert f"{_GPU.memory_fraction}, on a CPU {_CPU.memory_fraction} " in said["memory_fraction"]
+    assert f"{default_block_tokens('fp16')}, with int4 keys {default_block_tokens('int4')}" in said["block_tokens"]
 
 
 def test_what_does_not_fit_is_code_1(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,7 @@ def build(verb: str | None) -> typer.Typer:
 
     app = typer.Typer(
         name="headrace",
-        help="LLM inference with evidence: plan, serve, measure and advise.",
+        help="LLM inference with evidence: plan, serve and measure.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,

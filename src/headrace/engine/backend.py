@@ -1,7 +1,7 @@
 """The seam between an engine and what computes: a backend loads a model and makes an executor of whole steps.
 
 Backends are files of `headrace.engine.executors`, found by name; each exports `BACKEND`. `auto` takes the first of
-`native`, `torch` that is available for the device and the model and says in the log why others were passed over.
+`cuda`, `native`, `torch` that is available for the device and the model and says in the log why others were passed over.
 """
 
 from __future__ import annotations

@@ -18,33 +18,44 @@ class EngineConfig:
     """
 
     model: Annotated[str, "hub id, folder, .gguf file or known name"]
-    revision: Annotated[str | None, "branch, tag or commit of a hub model"] = None
+    revision: Annotated[str | None, "branch, tag or commit of a model that comes from the hub"] = None
     load_format: Annotated[Literal["auto", "dummy"], "dummy draws random weights from the config alone"] = "auto"
-    backend: Annotated[str, "what computes: native, torch, or auto for the first that can"] = "auto"
+    backend: Annotated[str, "what computes: cuda, native, torch, or auto for the first of them that can"] = "auto"
     device: Annotated[str, "cpu, cuda, cuda:1, …"] = "auto"
-    weights: Annotated[str, "precision of the weights in memory"] = "auto"
-    kv: Annotated[str, "precision of the KV cache"] = "auto"
-    max_model_len: Annotated[int | None, "longest prompt plus answer, in tokens"] = None
-    max_num_seqs: Annotated[int | None, "most sequences that run together"] = None
-    max_batched_tokens: Annotated[int | None, "token budget of one step"] = None
-    max_prefill_tokens: Annotated[int | None, "most prompt tokens of a step in which others decode"] = None
-    step_target_ms: Annotated[
-        float | None, "cut prompts so that a step in which others decode takes about that long"
+    weights: Annotated[
+        str,
+        "precision of the weights in memory: int8, int4_g128, nf4, fp8, …; auto: as the backend holds what is stored",
+    ] = "auto"
+    kv: Annotated[str, "precision of the KV cache: fp16, fp8, int8, int4, …; auto: the backend's own, unquantized"] = (
+        "auto"
+    )
+    max_model_len: Annotated[
+        int | None, "longest prompt plus answer, in tokens; default: the model's own, or what the KV pool holds"
     ] = None
-    block_tokens: Annotated[int | None, "tokens of one KV block"] = None
+    max_num_seqs: Annotated[int | None, "most sequences that run together; default: 64 on a CPU, 256 on a GPU"] = None
+    max_batched_tokens: Annotated[int | None, "token budget of one step; default: 512 on a CPU, 16384 on a GPU"] = None
+    max_prefill_tokens: Annotated[
+        int | None, "most prompt tokens of a step in which others decode; default: 256 on a GPU"
+    ] = None
+    step_target_ms: Annotated[
+        float | None, "cut prompts so that a step in which others decode takes about that long; default: 75 on a CPU"
+    ] = None
+    block_tokens: Annotated[int | None, "tokens of one KV block; default: 16, with int4 keys 32"] = None
     memory_fraction: Annotated[
-        float | None, "share of the device's (CPU: the available) memory for weights, activations and KV pool together"
+        float | None,
+        "share of the device's (CPU: the available) memory for weights, activations and KV pool together; default: 0.9, "
+        "on a CPU 0.6 with a pool of at most 2 GiB",
     ] = None
     kv_bytes: Annotated[int | None, "size of the KV pool in bytes; wins over the memory fraction"] = None
     num_blocks: Annotated[int | None, "size of the KV pool in blocks; wins over the memory fraction"] = None
     prefix_cache: Annotated[bool, "reuse the KV of prefixes that were computed before"] = True
     chunked_prefill: Annotated[bool, "let a long prompt take several steps"] = True
-    order: Annotated[str, "policy that orders waiting requests"] = "priority"
-    eviction: Annotated[str, "policy that picks which cached prefix goes first"] = "lru"
+    order: Annotated[str, "policy that orders waiting requests: priority, fcfs or prefix-aware"] = "priority"
+    eviction: Annotated[str, "policy that picks which cached prefix goes first: lru or lfu"] = "lru"
     overlap: Annotated[bool, "issue step n+1 before step n has been committed"] = True
-    attention: Annotated[str, "attention backend"] = "auto"
-    drafter: Annotated[str, "speculative decoding: who proposes tokens"] = "none"
-    threads: Annotated[int | None, "CPU threads of the engine"] = None
+    attention: Annotated[str, "attention: auto, or of torch sdpa or naive, of cuda triton or flashinfer"] = "auto"
+    drafter: Annotated[str, "speculative decoding: who proposes tokens; there is none yet"] = "none"
+    threads: Annotated[int | None, "CPU threads of the engine; default: one per core"] = None
     seed: Annotated[int, "seed of dummy weights"] = 0
     cache: Annotated[bool, "keep weights that were converted for this machine on disk for the next start"] = True
     options: Annotated[tuple[tuple[str, str], ...], "NAME=VALUE for the chosen backend, drafter or policy"] = ()

@@ -110,19 +110,32 @@ def locate(model: str, *, revision: str | None = None, offline: bool | None = No
     name (`smollm2-135m`, `gemma3-270m`), or a hub id, which is downloaded into the hub's cache unless `offline` (default: as
     `HF_HUB_OFFLINE` says). Raises InvalidInput with the remedy if nothing is found. `cached`: see `ModelFiles`.
     """
-    return replace(_locate(model, revision, offline), cached=cached)
+    found = _local(model)
+    if found is not None and revision is not None:
+        raise InvalidInput(
+            f"{model} is on this machine and has no revisions",
+            field="revision",
+            remedy="leave it out, or give the id of a model on the hub",
+        )
+    return replace(found or _remote(model, revision, offline), cached=cached)
 
 
-def _locate(model: str, revision: str | None, offline: bool | None) -> ModelFiles:
+def _local(model: str) -> ModelFiles | None:
+    """The model if it is a path, or comes in an installed package."""
     path = Path(model).expanduser()
     if model and path.is_dir():
         return _folder(path)
     if path.is_file():
         return _file(path)
+    if (known := KNOWN_MODELS.get(model.lower())) is not None and (found := _in_package(known[0])) is not None:
+        return ModelFiles(model.lower(), "gguf", found.parent, weights=(found,))
+    return None
+
+
+def _remote(model: str, revision: str | None, offline: bool | None) -> ModelFiles:
+    path = Path(model)
     if (known := KNOWN_MODELS.get(model.lower())) is not None:
         package, hub_id = known
-        if (found := _in_package(package)) is not None:
-            return ModelFiles(model.lower(), "gguf", found.parent, weights=(found,))
         return _hub(hub_id, model.lower(), revision, offline, f"or install the package {package.replace('_', '-')}")
     if path.suffix in (".gguf", ".json") or model.startswith(("/", "./", "../", "~")) or model.count("/") > 1:
         raise InvalidInput(f"no such file or folder: {model}", field="model")
