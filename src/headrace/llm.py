@@ -67,31 +67,38 @@ class Delta(msgspec.Struct, frozen=True):
 
 class LLM:
     """A model, loaded and ready. Options are the fields of `EngineConfig`; `chat_template` is a Jinja file to use instead
-    of the model's own. Use it as a context manager or call `close`.
+    of the model's own; `generation_config` False ignores the sampling that the model recommends. Use it as a context
+    manager or call `close`.
 
     Methods block; several threads may call them at once, their requests are batched together.
     """
 
-    def __init__(self, model: str, *, chat_template: str | Path | None = None, **options: Any) -> None:
+    def __init__(
+        self, model: str, *, chat_template: str | Path | None = None, generation_config: bool = True, **options: Any
+    ) -> None:
         known = {f.name for f in fields(EngineConfig)}
         for name in options:
             if name not in known:
                 raise InvalidInput(
                     f"unknown option {name!r}", field=name, remedy="known: " + ", ".join(sorted(known - {"model"}))
                 )
-        self._start(EngineConfig(model=model, **options), chat_template)
+        self._start(EngineConfig(model=model, **options), chat_template, generation_config)
 
     @classmethod
-    def from_config(cls, config: EngineConfig, chat_template: str | Path | None = None) -> LLM:
+    def from_config(
+        cls, config: EngineConfig, chat_template: str | Path | None = None, *, generation_config: bool = True
+    ) -> LLM:
         """The same from options that are checked already."""
         llm = cls.__new__(cls)
-        llm._start(config, chat_template)
+        llm._start(config, chat_template, generation_config)
         return llm
 
-    def _start(self, config: EngineConfig, chat_template: str | Path | None) -> None:
+    def _start(self, config: EngineConfig, chat_template: str | Path | None, generation_config: bool) -> None:
         self.config = config
         self._chat_template = None if chat_template is None else Path(chat_template)
         self.files = locate(config.model, revision=config.revision, cached=config.cache)
+        self.recommended = self.files.sampling() if generation_config else {}
+        """Sampling that the model recommends; it holds where `SamplingParams` leaves a field unset."""
         # The tokenizer is built while the weights load: both spend most of their time outside of Python.
         with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as side:
             text = side.submit(self._load_text)
@@ -100,7 +107,6 @@ class LLM:
         self.startup_s = {**core.info.startup_s, "tokenizer and template (meanwhile)": text_s}
         self._engine = InProcessEngine(core, overlap=self.config.overlap)
         self._eos_token_ids = self.files.spec().eos_token_ids or self.tokenizer.eos_token_ids
-        self._defaults = self.files.generation_config()
 
     def _load_text(self) -> float:
         begin_s = time.monotonic()
@@ -240,8 +246,7 @@ class LLM:
     def _default(self, given: float | None, name: str, neutral: float) -> float:
         if given is not None:
             return given
-        configured = self._defaults.get(name)
-        return neutral if configured is None else float(configured)
+        return self.recommended.get(name, neutral)
 
 
 def _collect(deltas: Iterable[Delta]) -> list[Completion]:

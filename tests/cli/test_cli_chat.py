@@ -5,7 +5,8 @@ import pytest
 from rich.console import Console
 
 from headrace.base.errors import InvalidInput
-from headrace.cli.chat import Conversation
+from headrace.cli.chat import Conversation, conversational
+from headrace.control.params import SamplingParams
 
 
 class Model:
@@ -36,6 +37,29 @@ class Model:
 @pytest.fixture
 def model():
     return Model()
+
+
+class TestSamplingOfAConversation:
+    """What was asked for, else what the model recommends, else something calmer than the API's default."""
+
+    def test_where_nobody_says_anything(self):
+        params, said = conversational(SamplingParams(seed=3), {"repetition_penalty": 1.1})
+        assert params == SamplingParams(seed=3, temperature=0.6, min_p=0.1)
+        assert said.startswith("sampling: temperature 0.6, min-p 0.1 · ")
+
+    @pytest.mark.parametrize("asked", [{"temperature": 1.0}, {"temperature": 0.0}, {"top_k": 5}, {"min_p": 0.0}])
+    def test_one_wish_leaves_the_rest_to_the_api(self, asked):
+        params, said = conversational(SamplingParams(**asked), {})
+        assert params == SamplingParams(**asked)
+        assert said == "sampling: " + ", ".join(f"{k.replace('_', '-')} {v:g}" for k, v in asked.items())
+
+    def test_the_model_is_asked_before(self):
+        recommended = {"temperature": 1.0, "top_p": 0.95}
+        params, said = conversational(SamplingParams(), recommended)
+        assert params == SamplingParams()
+        assert said == "sampling: temperature 1, top-p 0.95 · temperature, top_p as the model recommends"
+        params, said = conversational(SamplingParams(temperature=0.2), recommended)
+        assert said == "sampling: temperature 0.2, top-p 0.95 · top_p as the model recommends"
 
 
 def talk(model, *lines, system=None):

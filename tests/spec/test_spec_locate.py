@@ -72,6 +72,41 @@ def test_eos_ids_come_from_the_generation_config_else_the_config(
     assert locate(str(root)).spec().eos_token_ids == eos
 
 
+def test_the_sampling_that_a_model_recommends(tmp_path: Path) -> None:
+    generation = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "do_sample": True, "max_new_tokens": 9, "min_p": None}
+    root = folder(tmp_path, generation_config__json=generation)
+    assert locate(str(root)).sampling() == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    assert locate(str(root / "config.json")).sampling() == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    metadata, tensors = ARCHITECTURES["llama"]
+    said = {"temp": 0.7, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "penalty_repeat": 1.1, "mirostat": 0}
+    write(tmp_path / "g.gguf", {**metadata, **{f"general.sampling.{k}": v for k, v in said.items()}}, tensors)
+    found = locate(str(tmp_path / "g.gguf")).sampling()
+    assert found == {"temperature": 0.7, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.1}
+    write(tmp_path / "g.gguf", metadata, tensors)
+    assert locate(str(tmp_path / "g.gguf")).sampling() == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", "0.7"),
+        ("temperature", float("nan")),
+        ("top_p", 95),
+        ("top_k", 2.5),
+        ("top_k", True),
+        ("min_p", [0.1]),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", float("inf")),
+    ],
+)
+def test_a_recommendation_that_no_sampler_can_take_is_refused(tmp_path: Path, name: str, value: Any) -> None:
+    files = locate(str(folder(tmp_path, generation_config__json={name: value})))
+    with pytest.raises(InvalidInput, match="--no-generation-config") as caught:
+        files.sampling()
+    assert caught.value.field == name
+
+
 def test_a_gguf_file_and_a_folder_with_one(tmp_path: Path) -> None:
     path = write(tmp_path / "tiny.gguf", *ARCHITECTURES["llama"])
     for given in (path, tmp_path):

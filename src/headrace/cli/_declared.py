@@ -62,6 +62,9 @@ ENGINE = Fields(EngineConfig, "Engine", {"seed": "dummy_seed"})
 """An engine's options; `--seed` is left to sampling."""
 SAMPLING = Fields(SamplingParams, "Sampling")
 
+GenerationConfig = Annotated[
+    bool, Option("Take sampling that nobody sets from the model's generation_config.json or GGUF metadata.")
+]
 ChatTemplateFile = Annotated[
     Path | None, Option("Jinja file to use instead of the model's chat template.", "--chat-template")
 ]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from headrace.base.errors import HeadraceError
 from headrace.base.process import import_numpy
-from headrace.cli._declared import ENGINE, SAMPLING, ChatTemplateFile, Command, Option
+from headrace.cli._declared import ENGINE, SAMPLING, ChatTemplateFile, Command, GenerationConfig, Option
 from headrace.control.params import SamplingParams
 from headrace.spec.config import EngineConfig
 
@@ -26,10 +27,14 @@ def chat(
     *,
     system: Annotated[str | None, Option("System message at the start of the conversation.")] = None,
     chat_template: ChatTemplateFile = None,
+    generation_config: GenerationConfig = True,
     params: SamplingParams,
     config: EngineConfig,
 ) -> None:
-    """Talk with a model in the terminal. Ctrl-C cuts an answer short, Ctrl-D ends; /help lists the commands."""
+    """Talk with a model in the terminal. Ctrl-C cuts an answer short, Ctrl-D ends; /help lists the commands.
+
+    Sampling that neither you nor the model sets is temperature 0.6 with min-p 0.1: at the API's 1.0 small models ramble.
+    """
     from rich.console import Console
 
     import_numpy()
@@ -37,10 +42,35 @@ def chat(
 
     console = Console(highlight=False)
     with console.status("loading the model"):
-        llm = LLM.from_config(config, chat_template)
+        llm = LLM.from_config(config, chat_template, generation_config=generation_config)
     with llm:
         console.print(HINT, style="dim")
+        params, said = conversational(params, llm.recommended)
+        console.print(said, style="dim")
         Conversation(llm, params, console, system).run(_ask(console))
+
+
+_SHAPE = ("temperature", "top_k", "top_p", "min_p")
+# Of 160 answers of SmolLM2-135M to four plain questions 58 % named the right thing so, 42 % with 0.8 and 0.05, 27 % with
+# temperature 1 alone.
+_CALM: Mapping[str, float] = {"temperature": 0.6, "min_p": 0.1}
+
+
+def conversational(params: SamplingParams, recommended: Mapping[str, float]) -> tuple[SamplingParams, str]:
+    """The sampling of a conversation, and a line that says it: what was asked for, else what the model recommends, else
+    `_CALM`, of which only all or nothing is taken."""
+    asked = {name: value for name in _SHAPE if (value := getattr(params, name)) is not None}
+    if not asked and not any(name in recommended for name in _SHAPE):
+        params = replace(params, temperature=_CALM["temperature"], min_p=_CALM["min_p"])
+        return params, f"sampling: {_listed(_CALM)} · --temperature 1 is the API's default"
+    held = {**recommended, **asked}
+    said = f"sampling: {_listed(held) or 'temperature 1'}"
+    left = ", ".join(name for name in recommended if name not in asked)
+    return params, said + (f" · {left} as the model recommends" if left else "")
+
+
+def _listed(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in values.items())
 
 
 class Conversation:

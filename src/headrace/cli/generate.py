@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from headrace.base.errors import InvalidInput
 from headrace.base.process import collector_paused, import_numpy, process_start_s
-from headrace.cli._declared import ENGINE, SAMPLING, ChatTemplateFile, Command, Option
+from headrace.cli._declared import ENGINE, SAMPLING, ChatTemplateFile, Command, GenerationConfig, Option
 from headrace.control.params import SamplingParams
 from headrace.spec.config import EngineConfig
 
@@ -23,6 +23,7 @@ def generate(
     prompt: Annotated[list[str], Option("Text to continue; - reads it from stdin. May be repeated.")],
     chat: Annotated[bool, Option("Take each prompt as a user's message and answer it.", "--chat")] = False,
     chat_template: ChatTemplateFile = None,
+    generation_config: GenerationConfig = True,
     json: Annotated[bool, Option("Print one JSON object instead of the text.", "--json")] = False,
     timings: Annotated[bool, Option("Say where the time to the first token went.", "--timings")] = False,
     params: SamplingParams,
@@ -39,7 +40,7 @@ def generate(
         import_numpy()
         from headrace.llm import LLM
 
-        llm = LLM.from_config(config, chat_template)
+        llm = LLM.from_config(config, chat_template, generation_config=generation_config)
     with llm:
         inputs: list[Any] = (
             [llm.chat_prompt([{"role": "user", "content": p}]) for p in prompts] if chat else list(prompts)

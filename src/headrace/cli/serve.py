@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from headrace.base.errors import InvalidInput
-from headrace.cli._declared import ENGINE, ChatTemplateFile, Command, Option
+from headrace.cli._declared import ENGINE, ChatTemplateFile, Command, GenerationConfig, Option
 from headrace.spec.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -33,9 +33,7 @@ def serve(
         Option("Key that clients must send. May be repeated; HEADRACE_API_KEY adds more, comma-separated."),
     ] = [],  # noqa: B006
     api_key_file: Annotated[Path | None, Option("File with more keys, one a line.")] = None,
-    generation_config: Annotated[
-        bool, Option("Take sampling that a request leaves unset from the model's generation_config.json.")
-    ] = True,
+    generation_config: GenerationConfig = True,
     chat_template: ChatTemplateFile = None,
     max_waiting: Annotated[int, Option("Sequences that may wait before clients get 429.")] = 512,
     max_sequences: Annotated[int, Option("Most sequences of one request: prompts times n.")] = 256,
@@ -64,12 +62,17 @@ def serve(
     _check_address(host, port)
     keys = load_keys(api_key, os.environ.get("HEADRACE_API_KEY"), api_key_file)
     files = locate(config.model, revision=config.revision, cached=config.cache)
+    recommended = files.sampling() if generation_config else {}
+    logging.getLogger("headrace.serve").info(
+        "sampling that a request leaves unset: %s",
+        ", ".join(f"{name} {value:g}" for name, value in recommended.items()) + " as the model recommends"
+        if recommended
+        else "temperature 1 and nothing else, OpenAI's defaults",
+    )
     settings = ServeConfig(
         served_names=tuple(served_model_name) or (files.name,),
         eos_token_ids=files.spec().eos_token_ids,
-        sampling_defaults=SamplingDefaults.from_generation_config(
-            files.generation_config() if generation_config else {}
-        ),
+        sampling_defaults=SamplingDefaults.from_generation_config(recommended),
         api_keys=keys,
         max_body_bytes=max_body_bytes,
         max_waiting=max_waiting,

@@ -14,14 +14,16 @@ from headrace.base.errors import InvalidInput
 class SamplingParams:
     """How to sample, and when to stop. A wrong value raises `InvalidInput` that names the field.
 
-    Sampling fields left at None take the model's `generation_config.json` value, else the neutral one. The text beside
+    Sampling fields left at None take the model's own (`ModelFiles.sampling`), else the neutral one. The text beside
     each type is its help on the command line, whose options are made from this list.
     """
 
     n: Annotated[int, "answers per prompt"] = 1
     max_tokens: Annotated[int | None, "most tokens to generate; by default all that the context leaves"] = None
     min_tokens: Annotated[int, "no end before so many tokens"] = 0
-    temperature: Annotated[float | None, "0 is greedy"] = None
+    temperature: Annotated[float | None, "0 is greedy; default: the model's own or 1 (a chat in the terminal: 0.6)"] = (
+        None
+    )
     top_k: Annotated[int | None, "sample from the k best tokens; 0 and -1 are off"] = None
     top_p: Annotated[float | None, "sample from the best tokens that hold this probability together"] = None
     min_p: Annotated[float | None, "leave out tokens less likely than this share of the best one's probability"] = None

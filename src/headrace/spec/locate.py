@@ -77,6 +77,18 @@ class ModelFiles:
         """The parsed generation_config.json; empty where there is none."""
         return {} if self.generation_config_path is None else _read_json(self.generation_config_path)
 
+    def sampling(self) -> Mapping[str, float]:
+        """Sampling that the model's makers recommend, by the names of `generation_config.json`; empty where they say nothing.
+
+        Of a GGUF file it is its `general.sampling.*`. InvalidInput names a value that is no number or out of range.
+        """
+        if self.kind == "gguf":
+            found = {name: self.gguf().metadata.get(f"general.sampling.{key}") for name, (key, *_) in _SAMPLING.items()}
+        else:
+            values = self.generation_config()
+            found = {name: values.get(name) for name in _SAMPLING}
+        return {name: _in_range(name, value) for name, value in found.items() if value is not None}
+
     @cached_property
     def _gguf(self) -> GGUFHeader:
         if self.cached:
@@ -101,6 +113,31 @@ class ModelFiles:
         return replace(
             spec, source=str(self.config_path), eos_token_ids=spec.eos_token_ids if eos is None else tuple(eos)
         )
+
+
+_SAMPLING: Mapping[str, tuple[str, float, float]] = {
+    "temperature": ("temp", 0.0, 100.0),
+    "top_k": ("top_k", -1, 2**31 - 1),
+    "top_p": ("top_p", 0.0, 1.0),
+    "min_p": ("min_p", 0.0, 1.0),
+    "repetition_penalty": ("penalty_repeat", 1e-3, 100.0),
+}
+"""What a model may recommend: its name in GGUF metadata, least and most value."""
+
+
+def _in_range(name: str, value: object) -> float:
+    _, least, most = _SAMPLING[name]
+    number = not isinstance(value, bool) and isinstance(value, int | float)
+    if not number or not least <= value <= most or (name == "top_k" and value != int(value)):  # type: ignore[operator,call-overload]
+        raise InvalidInput(
+            f"the model recommends {name} {value!r}, which is not {'a whole' if name == 'top_k' else 'a'} number "
+            f"from {least:g} to {most:g}",
+            field=name,
+            remedy="correct its generation_config.json or metadata, or give --no-generation-config",
+        )
+    if name == "top_k":
+        return int(value)  # type: ignore[call-overload,no-any-return]
+    return float(f"{value:.7g}")  # a GGUF number is an fp32: 0.95 and not 0.949999988
 
 
 def locate(model: str, *, revision: str | None = None, offline: bool | None = None, cached: bool = False) -> ModelFiles:
