@@ -20,10 +20,17 @@ from headrace.engine.kernels.activation import activate
 from headrace.engine.kernels.blocks import gather_rows
 from headrace.engine.kernels.decode import DecodeWorkspace, decode_attention
 from headrace.engine.kernels.embed import embed
-from headrace.engine.kernels.gemm import MAX_ROWS, PART_ROWS, Gained, GemmConfig, GemmWorkspace, skinny_gemm
+from headrace.engine.kernels.gemm import (
+    LARGEST_TILE,
+    MAX_ROWS,
+    PART_ROWS,
+    Gained,
+    GemmConfig,
+    GemmWorkspace,
+    why_not_specialized,
+)
 from headrace.engine.kernels.norm import add_norm
 from headrace.engine.kernels.prefill import HOPPER_TILE, PrefillWorkspace, prefill_attention
-from headrace.engine.kernels.quantized import quantized_gemm
 from headrace.engine.kernels.rope import rope_cache
 from headrace.engine.kernels.table import GemmTable
 from headrace.spec.cache import CacheLayout
@@ -151,7 +158,10 @@ class Decoder:
             self.gathered_rows = max(8192, triton.cdiv(limits.max_model_len, HOPPER_TILE) * HOPPER_TILE)
             self._gathered = empty(self.gathered_rows, 2 * layout.num_kv_heads * layout.head_dim)
         widest = max(max(len(w.qkv), len(w.up), hidden) for w in weights.layers)
-        self._gemm = GemmWorkspace(PART_ROWS * max(widest, 1), max(widest, spec.vocab_size) // 16 + 1, device)
+        parts = max(
+            PART_ROWS * max(widest, 1), 2 * sms * LARGEST_TILE if why_not_specialized(capability, dtype) is None else 0
+        )
+        self._gemm = GemmWorkspace(parts, max(widest, spec.vocab_size) // 16 + 1, device, sms)
         self._products = Products(
             weights.matrices(), table, self._gemm, self.tokens, dtype, device, capability=capability, pdl=pdl
         )
@@ -286,11 +296,11 @@ class Decoder:
         return self._capped(logits)
 
     def _head_config(self, rows: int) -> GemmConfig | None:
-        return self._table.config(rows, self._spec.vocab_size, self._spec.hidden_size, pair=False)
+        return self._products.config(rows, self._weights.head)
 
     def _skinny_head(self, x: torch.Tensor | Gained, logits: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
         config = self._head_config(len(logits))
-        skinny_gemm(x, self._weights.head, logits, self._gemm, config, eps=self._eps, pdl=pdl)
+        self._products.fused(x, self._weights.head, logits, config, eps=self._eps, pdl=pdl)
         return logits
 
     def _capped(self, logits: torch.Tensor) -> torch.Tensor:
@@ -345,10 +355,8 @@ class Decoder:
         eps, pdl, scale = self._eps, self._pdl, self._spec.residual_scale
 
         def gemm(x, weight, out, *, pair: bool = False, **more) -> None:
-            multiply = skinny_gemm if isinstance(weight, torch.Tensor) else quantized_gemm
-            multiply(
-                x, weight, out, self._gemm, config(rows, weight, pair=pair), pdl=pdl, pair=kind if pair else None, **more
-            )  # fmt: skip
+            chosen = config(rows, weight, pair=pair)
+            self._products.fused(x, weight, out, chosen, pdl=pdl, pair=kind if pair else None, **more)
 
         between = Gained(gained.values, self._squares[1])
         added = {"residual": x, "scale": scale}

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from headrace.engine.kernels.eight_bits import rescale, round_rows
-from headrace.engine.kernels.gemm import MAX_ROWS, GemmConfig, GemmWorkspace
+from headrace.engine.kernels.gemm import MAX_ROWS, Gained, GemmConfig, GemmWorkspace, skinny_gemm, why_not_specialized
 from headrace.engine.kernels.quantized import BY_PART, BY_ROW, QuantMatrix, dequantize, has_gluon, quantized_gemm
 from headrace.engine.kernels.table import GemmTable
 from headrace.engine.kernels.unpack import FP8, INT8
@@ -72,6 +73,9 @@ class Products:
         self._table, self._work, self._pdl = table, work, pdl
         self._cuda, self._fp8 = device.type == "cuda", device.type == "cuda" and capability >= FP8_CAPABILITY
         self._direct = self._cuda and dtype == torch.bfloat16 and has_gluon()
+        self.why_not_specialized = (
+            why_not_specialized(capability, dtype) if self._cuda else "the interpreter cannot run it"
+        )
         found = [m for m in matrices if not isinstance(m, torch.Tensor)]
         dense = max((m.shape[0] * m.shape[1] for m in found if self.rounded_to(m) != torch.float8_e4m3fn), default=0)
         self._scratch = torch.empty(dense, dtype=dtype, device=device)
@@ -113,11 +117,24 @@ class Products:
         if rows > MAX_ROWS.value:
             return None
         if isinstance(w, torch.Tensor):
-            return self._table.config(rows, w.shape[0] // (2 if pair else 1), w.shape[1], pair=pair)
+            found = self._table.config(rows, w.shape[0] // (2 if pair else 1), w.shape[1], pair=pair)
+            specialized = found is not None and found.block_m > 0
+            return None if specialized and self.why_not_specialized is not None else found
         if isinstance(w, PackedParts):
             return None
         rounded = self.rounded_to(w) is not None
         return self._table.quantized(rows, w, pair=pair, rounded=rounded, direct=self._direct)
+
+    def fused(self, x: torch.Tensor | Gained, w: Matrix, out: torch.Tensor, config: GemmConfig, **more: Any) -> None:
+        """The product that `config` configures, with its epilogues (`skinny_gemm`)."""
+        if not isinstance(w, torch.Tensor):
+            quantized_gemm(x, w, out, self._work, config, **more)
+        elif config.block_m:
+            from headrace.engine.kernels.gemm_hopper import hopper_gemm
+
+            hopper_gemm(x, w, out, self._work, config, **more)
+        else:
+            skinny_gemm(x, w, out, self._work, config, **more)
 
     def adds(self, w: Matrix, rows: int) -> bool:
         """Whether `added` is offered: the library's product adds up by itself."""

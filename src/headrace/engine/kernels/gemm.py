@@ -24,6 +24,8 @@ MAX_ROWS = tl.constexpr(256)
 """Rows that a product takes at most; the distance of a tile's sums of squares from the next one's."""
 PART_ROWS = 256
 """Padded rows times parts of the inner dimension, at most."""
+LARGEST_TILE = 128 * 256
+"""Rows times outputs of a warp-specialized program's tile, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,9 @@ class GemmConfig:
     `direct`: quantized weights go to registers without shared memory, the inner dimension is split among the warps, and
     `stages` counts the steps that are loaded ahead (`headrace.engine.kernels.streamed`; `block_k` and `split_k` do not
     count). `registers`: a thread's at most, so that more programs are on a multiprocessor; 0: what the compiler takes.
+    `block_m`: warp-specialized tiles (`headrace.engine.kernels.gemm_hopper`); each of `row_groups` times `column_groups`
+    groups of four warps multiplies `block_m` rows by `block_n` outputs, `block_k` is 64, and the inner dimension is cut as
+    evenness wants it, so that `split_k` and `num_warps` do not count.
     """
 
     block_n: int
@@ -46,6 +51,9 @@ class GemmConfig:
     rows: int = 0
     direct: bool = False
     registers: int = 0
+    block_m: int = 0
+    row_groups: int = 1
+    column_groups: int = 1
 
 
 @triton.jit
@@ -162,10 +170,27 @@ def _skinny(
             tl.store(gained + target, wide.to(out.dtype.element_ty), inside)
 
 
-class GemmWorkspace:
-    """Parts of split products and their arrival counters (always back at zero when a product ends)."""
+def why_not_specialized(capability: tuple[int, int], dtype: torch.dtype) -> str | None:
+    """Why the warp-specialized products (`block_m`) cannot serve a model, or None."""
+    if capability[0] != 9:
+        return f"compute capability {capability[0]}.{capability[1]} has no warp-group products"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"{dtype} is not bf16 or fp16"
+    try:
+        from headrace.engine.kernels import gemm_hopper  # noqa: F401
+    except (ImportError, AttributeError) as error:
+        return f"this Triton has no usable Gluon ({error})"
+    return None
 
-    def __init__(self, elements: int, tiles: int, device: torch.device) -> None:
+
+class GemmWorkspace:
+    """Parts of split products and their arrival counters (always back at zero when a product ends).
+
+    `programs`: how many of a persistent kernel are on the card at once, its multiprocessors.
+    """
+
+    def __init__(self, elements: int, tiles: int, device: torch.device, programs: int = 0) -> None:
+        self.programs = programs
         self.parts = torch.empty(elements, dtype=torch.float32, device=device)
         self.counters = torch.zeros(tiles, dtype=torch.int32, device=device)
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 
 from headrace.base.files import data_dir
@@ -14,7 +14,7 @@ from headrace.engine.kernels.gemm import GemmConfig
 from headrace.engine.kernels.quantized import DIRECT_INPUTS, QuantMatrix, not_direct
 
 SHIPPED = Path(__file__).parent / "configs"
-BUCKETS = (4, 16, 32, 64, 128, 256)
+BUCKETS = (4, 16, 32, 64, 128, 192, 256)
 """Padded rows of products."""
 QUANTIZED_BUCKETS = (1, 8, 16, 32, 64, 128, 256)
 """The same of quantized weights."""
@@ -132,4 +132,5 @@ def entry_of(config: GemmConfig | None) -> dict[str, int] | None:
     """As it is stored: the bucket says the rows, and what is not usual is named."""
     if config is None:
         return None
-    return {k: v for k, v in asdict(config).items() if k != "rows" and (v or k not in ("tma", "direct", "registers"))}
+    usual = {f.name: f.default for f in fields(config) if f.default is not MISSING}
+    return {k: v for k, v in asdict(config).items() if k != "rows" and (k not in usual or v != usual[k])}
