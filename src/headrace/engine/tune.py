@@ -23,7 +23,17 @@ from headrace.engine.cuda.decoder import product
 from headrace.engine.cuda.products import Products
 from headrace.engine.cuda.repack import repacked
 from headrace.engine.kernels.decode import DecodeWorkspace, decode_attention
-from headrace.engine.kernels.gemm import MAX_ROWS, PART_ROWS, Gained, GemmConfig, GemmWorkspace, skinny_gemm
+from headrace.engine.kernels.gemm import (
+    MAX_ROWS,
+    PART_ROWS,
+    SPECIALIZED_BYTES,
+    Gained,
+    GemmConfig,
+    GemmWorkspace,
+    fused_gemm,
+    unfit,
+    why_not_specialized,
+)
 from headrace.engine.kernels.launchers import separate_launchers
 from headrace.engine.kernels.quantized import (
     DIRECT_INPUTS,
@@ -51,7 +61,16 @@ _COPIES_BYTES = 400 << 20
 _IN_CHAIN = 6
 """Candidates of a product that are tried beside the other products."""
 TUNED = (4, 32, 64)
-"""Padded rows that are measured: one set of kernels for a single stream, and for up to so many rows; beyond, cuBLAS."""
+"""Padded rows that are measured: one set of kernels for a single stream, and for up to so many rows."""
+TUNED_SPECIALIZED = (128, 192, 256)
+"""More of them where the card runs warp-specialized products; beyond, cuBLAS."""
+SPECIALIZED_TILES = {
+    64: ((64, 64, 1, 2), (64, 128, 1, 1), (64, 128, 1, 2), (64, 256, 1, 1)),
+    128: ((64, 128, 2, 1), (64, 256, 2, 1), (128, 128, 1, 2)),
+    192: ((64, 128, 3, 1),),
+    256: ((128, 128, 2, 1), (64, 256, 2, 1)),
+}
+"""Rows and outputs of a group of warps, groups along the rows and along the outputs, by padded rows."""
 _SEPARATE_KERNEL_US = 2.5
 """What a small kernel of its own costs inside a graph: launch, ramp and tail."""
 
@@ -110,6 +129,16 @@ def candidates(bucket: int, shape: Shape, sms: int, *, tma: bool) -> Iterator[Ge
             continue
         yield GemmConfig(block_n, block_k, split, warps, stages)
     if not tma or bucket < 16:
+        return
+    for m, n, row_groups, column_groups in SPECIALIZED_TILES.get(bucket, ()):
+        groups = row_groups * column_groups
+        stages = SPECIALIZED_BYTES // ((m * row_groups + n * column_groups) * 128)
+        found = GemmConfig(
+            n, 64, 1, 4 * groups, stages, rows=bucket, block_m=m, row_groups=row_groups, column_groups=column_groups
+        )
+        if unfit(found, shape.columns, shape.inner, pair=shape.pair) is None:
+            yield found
+    if bucket > 64:
         return
     for block_n, block_k, split, stages, warps in itertools.product(
         (32, 64, 128), (64, 128), (1, 2, 4), (3, 4, 6, 8), (4,) if bucket <= 64 else (4, 8)
@@ -307,15 +336,17 @@ class Bench:
         kind = torch.float32 if shape.role == "head" else dtype
         self.out = torch.zeros(rows, shape.columns, dtype=kind, device=device)
         self.wide = torch.zeros(rows, width, dtype=kind, device=device)
-        self.work = GemmWorkspace(PART_ROWS * width, width // 16 + 1, device)
-        self.pdl = torch.cuda.get_device_capability(device) >= (9, 0)
+        capability, card = torch.cuda.get_device_capability(device), torch.cuda.get_device_properties(device)
+        programs = card.multi_processor_count if why_not_specialized(capability, dtype) is None else 0
+        self.work = GemmWorkspace(PART_ROWS * width, width // 16 + 1, device, programs)
+        self.pdl = capability >= (9, 0)
 
     def skinny(self, config: GemmConfig) -> None:
         s = self.shape
         x = Gained(self.x, self.squares, 64) if s.norm else self.x
         gained = Gained(torch.empty_like(self.out), self.squares) if s.residual else None
         for w in self.weights:
-            skinny_gemm(
+            fused_gemm(
                 x, w, self.out, self.work, config, eps=1e-5, residual=self.out if s.residual else None, scale=1e-3,
                 pair="silu" if s.pair else None, gain=self.norm if s.residual else None, gained=gained, pdl=self.pdl,
             )  # fmt: skip
@@ -334,7 +365,7 @@ def measure(
     device: torch.device,
     report: Callable[[str], None],
     *,
-    buckets: Sequence[int] = TUNED,
+    buckets: Sequence[int] | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, dict[str, int] | None]:
     """The table's entries for these products; `report` gets one line per product and padded row count.
@@ -343,6 +374,9 @@ def measure(
     """
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     entries: dict[str, dict[str, int] | None] = {}
+    if buckets is None:
+        specialized = why_not_specialized(torch.cuda.get_device_capability(device), dtype) is None
+        buckets = (*TUNED, *(TUNED_SPECIALIZED if specialized else ()))
     pairs = list(itertools.product(buckets, wanted))
     tma = torch.cuda.get_device_capability(device) >= (9, 0)
     work = {pair: list(candidates(pair[0], pair[1], sms, tma=tma)) for pair in pairs}
@@ -402,7 +436,7 @@ def _chained(
     def launch(configs: dict[Shape, GemmConfig]) -> None:
         def product(bench: Bench, source, target, i: int, **more) -> None:
             weight = bench.weights[i % len(bench.weights)]
-            skinny_gemm(
+            fused_gemm(
                 source, weight, target, bench.work, configs[bench.shape], eps=1e-5, pdl=bench.pdl, scale=1e-3, **more
             )
 

@@ -21,7 +21,6 @@ from headrace.engine.kernels.blocks import gather_rows
 from headrace.engine.kernels.decode import DecodeWorkspace, decode_attention
 from headrace.engine.kernels.embed import embed
 from headrace.engine.kernels.gemm import (
-    LARGEST_TILE,
     MAX_ROWS,
     PART_ROWS,
     Gained,
@@ -158,10 +157,8 @@ class Decoder:
             self.gathered_rows = max(8192, triton.cdiv(limits.max_model_len, HOPPER_TILE) * HOPPER_TILE)
             self._gathered = empty(self.gathered_rows, 2 * layout.num_kv_heads * layout.head_dim)
         widest = max(max(len(w.qkv), len(w.up), hidden) for w in weights.layers)
-        parts = max(
-            PART_ROWS * max(widest, 1), 2 * sms * LARGEST_TILE if why_not_specialized(capability, dtype) is None else 0
-        )
-        self._gemm = GemmWorkspace(parts, max(widest, spec.vocab_size) // 16 + 1, device, sms)
+        programs = sms if why_not_specialized(capability, dtype) is None else 0
+        self._gemm = GemmWorkspace(PART_ROWS * max(widest, 1), max(widest, spec.vocab_size) // 16 + 1, device, programs)
         self._products = Products(
             weights.matrices(), table, self._gemm, self.tokens, dtype, device, capability=capability, pdl=pdl
         )

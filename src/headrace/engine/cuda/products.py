@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from headrace.engine.kernels.eight_bits import rescale, round_rows
-from headrace.engine.kernels.gemm import MAX_ROWS, Gained, GemmConfig, GemmWorkspace, skinny_gemm, why_not_specialized
+from headrace.engine.kernels.gemm import MAX_ROWS, Gained, GemmConfig, GemmWorkspace, fused_gemm, why_not_specialized
 from headrace.engine.kernels.quantized import BY_PART, BY_ROW, QuantMatrix, dequantize, has_gluon, quantized_gemm
 from headrace.engine.kernels.table import GemmTable
 from headrace.engine.kernels.unpack import FP8, INT8
@@ -127,14 +127,8 @@ class Products:
 
     def fused(self, x: torch.Tensor | Gained, w: Matrix, out: torch.Tensor, config: GemmConfig, **more: Any) -> None:
         """The product that `config` configures, with its epilogues (`skinny_gemm`)."""
-        if not isinstance(w, torch.Tensor):
-            quantized_gemm(x, w, out, self._work, config, **more)
-        elif config.block_m:
-            from headrace.engine.kernels.gemm_hopper import hopper_gemm
-
-            hopper_gemm(x, w, out, self._work, config, **more)
-        else:
-            skinny_gemm(x, w, out, self._work, config, **more)
+        multiply = fused_gemm if isinstance(w, torch.Tensor) else quantized_gemm
+        multiply(x, w, out, self._work, config, **more)
 
     def adds(self, w: Matrix, rows: int) -> bool:
         """Whether `added` is offered: the library's product adds up by itself."""

@@ -11,6 +11,7 @@ reads x * gain multiplies its result by 1 / rms. Other epilogues: bias, residual
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -24,6 +25,8 @@ MAX_ROWS = tl.constexpr(256)
 """Rows that a product takes at most; the distance of a tile's sums of squares from the next one's."""
 PART_ROWS = 256
 """Padded rows times parts of the inner dimension, at most."""
+SPECIALIZED_BYTES = 216 << 10
+"""Shared memory for a warp-specialized program's ring; its barriers and sums across threads take some more."""
 LARGEST_TILE = 128 * 256
 """Rows times outputs of a warp-specialized program's tile, at most."""
 
@@ -170,6 +173,21 @@ def _skinny(
             tl.store(gained + target, wide.to(out.dtype.element_ty), inside)
 
 
+def unfit(config: GemmConfig, columns: int, inner: int, *, pair: bool) -> str | None:
+    """Why a warp-specialized configuration (`block_m`) cannot run a product, or None."""
+    c = config
+    width, outputs, rows = columns * (2 if pair else 1), c.block_n * c.column_groups, c.block_m * c.row_groups
+    if width % outputs:
+        return f"{width} outputs are no multiple of {outputs}"
+    if inner % 64:
+        return f"an inner dimension of {inner} is no multiple of 64"
+    if rows * outputs > LARGEST_TILE:
+        return f"a tile of {rows} by {outputs} leaves no registers"
+    if (shared := c.stages * (rows + outputs) * 128) > SPECIALIZED_BYTES:
+        return f"{shared} bytes of shared memory are more than {SPECIALIZED_BYTES}"
+    return None
+
+
 def why_not_specialized(capability: tuple[int, int], dtype: torch.dtype) -> str | None:
     """Why the warp-specialized products (`block_m`) cannot serve a model, or None."""
     if capability[0] != 9:
@@ -186,10 +204,12 @@ def why_not_specialized(capability: tuple[int, int], dtype: torch.dtype) -> str 
 class GemmWorkspace:
     """Parts of split products and their arrival counters (always back at zero when a product ends).
 
-    `programs`: how many of a persistent kernel are on the card at once, its multiprocessors.
+    `programs`: how many of a warp-specialized kernel's are on the card at once (its multiprocessors), each with up to two
+    parts of a tile; 0: there are none.
     """
 
     def __init__(self, elements: int, tiles: int, device: torch.device, programs: int = 0) -> None:
+        elements = max(elements, 2 * programs * LARGEST_TILE)
         self.programs = programs
         self.parts = torch.empty(elements, dtype=torch.float32, device=device)
         self.counters = torch.zeros(tiles, dtype=torch.int32, device=device)
@@ -265,3 +285,15 @@ def skinny_gemm(
         GAIN=gained is not None, EVEN=even, TMA=c.tma, PDL=pdl, STAGES=c.stages, num_warps=c.num_warps,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
+
+
+def fused_gemm(
+    x: torch.Tensor | Gained, w: torch.Tensor, out: torch.Tensor, work: GemmWorkspace, config: GemmConfig, **more: Any
+) -> None:
+    """`skinny_gemm`, or its like with warp-specialized tiles where the configuration has `block_m`."""
+    if config.block_m:
+        from headrace.engine.kernels.gemm_hopper import hopper_gemm
+
+        hopper_gemm(x, w, out, work, config, **more)
+    else:
+        skinny_gemm(x, w, out, work, config, **more)

@@ -30,12 +30,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headrace.engine.kernels.activation import ACTIVATIONS, act
-from headrace.engine.kernels.gemm import MAX_ROWS, Gained, GemmConfig, GemmWorkspace
+from headrace.engine.kernels.gemm import MAX_ROWS, Gained, GemmConfig, GemmWorkspace, unfit
 
 BLOCK_K = 64
 """Inner elements of a block: 128 bytes, the widest swizzle."""
 REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
 """A thread's, by the groups of warps that multiply."""
+
+
+@gluon.jit
+def first_unit(program, units, programs):
+    """Where a program's piece of the line of units begins; it ends where the next one's begins."""
+    return program * units // programs
+
+
+@gluon.jit
+def owner(unit, units, programs):
+    """The program whose piece holds a unit."""
+    return ((unit + 1) * programs - 1) // units
+
+
+@gluon.jit
+def place_of(program, whole_start):
+    """Where a program leaves its part of a tile: it has at most one part whose tile began before it, one that it begins."""
+    return 2 * program + whole_start
 
 
 @gluon.jit
@@ -156,7 +174,6 @@ def _consume(
         start = unit - tile * blocks
         steps = gl.minimum(blocks - start, end - unit)
         acc = gl.zeros([M, N], gl.float32, SUMS)
-        before = stage
         for i in range(steps):
             mbarrier.wait(full.index(stage), phase)
             acc = warpgroup_mma(
@@ -164,30 +181,28 @@ def _consume(
                 acc, is_async=True,
             )  # fmt: skip
             acc = warpgroup_mma_wait(1, deps=[acc])
-            mbarrier.arrive(free.index(before), pred=i > 0)
-            before = stage
+            mbarrier.arrive(free.index(gl.where(stage == 0, STAGES - 1, stage - 1)), pred=i > 0)
             wrap = stage == STAGES - 1
             phase = gl.where(wrap, phase ^ 1, phase)
             stage = gl.where(wrap, 0, stage + 1)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(free.index(before))
+        mbarrier.arrive(free.index(gl.where(stage == 0, STAGES - 1, stage - 1)))
         last = True
         if steps < blocks:
             # Only a program's first tile can have begun with another, and its last can end with another.
-            program = gl.program_id(0)
-            place = (2 * program + (start == 0).to(gl.int32)) * GROUPS + WHO
+            place = place_of(gl.program_id(0), (start == 0).to(gl.int32)) * GROUPS + WHO
             gl.store(parts + (place.to(gl.int64) * (M * N) + in_part), acc)
-            least = ((tile * blocks + 1) * programs - 1) // units
-            most = ((tile * blocks + blocks) * programs - 1) // units
+            least = owner(tile * blocks, units, programs)
+            most = owner(tile * blocks + blocks - 1, units, programs)
             gl.thread_barrier()
             last = gl.atomic_add(counters + (tile * GROUPS + WHO), 1, sem="acq_rel") == most - least
             if last:
                 gl.thread_barrier()
                 gl.store(counters + (tile * GROUPS + WHO), 0)
-                place = (2 * least + 1) * GROUPS + WHO
+                place = place_of(least, 1) * GROUPS + WHO
                 acc = gl.load(parts + (place.to(gl.int64) * (M * N) + in_part), cache_modifier=".cg")
                 for p in range(least + 1, most + 1):
-                    place = 2 * p * GROUPS + WHO
+                    place = place_of(p, 0) * GROUPS + WHO
                     acc += gl.load(parts + (place.to(gl.int64) * (M * N) + in_part), cache_modifier=".cg")
         if last:
             row = (tile % ROW_TILES * ROW_GROUPS + ROW_GROUP) * M
@@ -250,8 +265,8 @@ def kernel(
     programs = gl.num_programs(0)
     blocks = inner // K
     units = (columns * (2 if PAIR else 1)) // (COLUMN_GROUPS * N) * ROW_TILES * blocks
-    begin = gl.program_id(0) * units // programs
-    end = (gl.program_id(0) + 1) * units // programs
+    begin = first_unit(gl.program_id(0), units, programs)
+    end = first_unit(gl.program_id(0) + 1, units, programs)
     # fmt: off
     given = (
         bias, squares, gain, residual, out, gained, squares_out, parts, counters, rows, columns, inner, count, eps, scale,
@@ -325,8 +340,7 @@ def hopper_gemm(
     row_tiles = max(1, -(-c.rows // (c.block_m * c.row_groups)))
     padded = row_tiles * c.row_groups * c.block_m
     assert rows <= padded
-    assert inner % BLOCK_K == 0
-    assert w.shape[0] % (c.block_n * c.column_groups) == 0
+    assert unfit(c, columns, inner, pair=pair is not None) is None
     tiles = w.shape[0] // (c.block_n * c.column_groups) * row_tiles
     groups = c.row_groups * c.column_groups
     programs = min(work.programs, tiles * (inner // BLOCK_K))
@@ -344,7 +358,7 @@ def hopper_gemm(
     )
     if gained is not None:
         gained.count = columns // c.block_n
-        assert gained.count * MAX_ROWS <= gained.squares.numel()
+        assert gained.count * MAX_ROWS.value <= gained.squares.numel()
     some = work.parts
     kernel[(programs,)](
         x_given, TensorDescriptor.from_tensor(w, w_box, w_layout), some if bias is None else bias,
