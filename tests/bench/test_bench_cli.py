@@ -181,6 +181,14 @@ def test_an_invalid_run_is_code_3_and_says_why(tmp_path: Path) -> None:
         (["run"], "--out"),
         (["run", "--out", "OUT"], "--url"),
         (["run", "--out", "OUT", "--url", "ftp://x"], "--url"),
+        (["run", "--out", "OUT", "--url", "http://h:abc"], "--url"),
+        (["run", "--out", "OUT", "--url", "http://h:99999"], "--url"),
+        (["run", "--out", "OUT", "--url", "http://h", "--concurrency", "1,2,0"], "--concurrency"),
+        (["run", "--out", "OUT", "--url", "http://h", "--rate", "1,-2"], "--rate"),
+        (["run", "--out", "OUT", "--url", "http://h", "--find-max", "--slo", "e2e_p90<2s", "--rate", "1:5"], "--rate"),
+        (["run", "--out", "OUT", "--url", "http://h", "--workload", "file", "--file", "/nowhere"], "--file"),
+        (["run", "--out", "OUT", "--target", "headrace", "--model", "m", "--workload", "nope"], "--workload"),
+        (["ab", "--out", "OUT", "--a", "headrace", "--b", "naive", "--rate", "0"], "--rate"),
         (["run", "--out", "OUT", "--url", "http://h", "--workload", "nope"], "--workload"),
         (["run", "--out", "OUT", "--url", "http://h", "--set", "colour=red"], "--set colour"),
         (["run", "--out", "OUT", "--url", "http://h", "--isl", "x"], "--set isl"),
@@ -254,15 +262,19 @@ def test_a_command_that_was_refused_does_not_use_up_its_folder(tmp_path: Path) -
     from headrace.base.errors import InvalidInput
     from headrace.cli.main import build
 
-    command = ["bench", "run", "--url", "http://h", "--out", str(tmp_path / "o"), "--workload"]
+    command = ["bench", "run", "--url", "http://127.0.0.1:1", "--out", str(tmp_path / "o")]
     for wrong in ("nope", "never"):
         with pytest.raises(InvalidInput, match=wrong) as refused:
-            build("bench")([*command, wrong])
+            build("bench")([*command, "--workload", wrong])
         assert refused.value.field == "--workload"
-    assert [path.name for path in (tmp_path / "o").iterdir()] == ["job.json"]
+    assert not (tmp_path / "o").exists()
+    for _ in range(2):  # nobody answers there: that is known only once the run has begun
+        with pytest.raises(SystemExit):
+            build("bench")(command)
+        assert [path.name for path in (tmp_path / "o").iterdir()] == ["job.json"]
     (tmp_path / "o" / "records.jsonl").write_text("")
     with pytest.raises(InvalidInput, match="not a new or empty folder"):
-        build("bench")([*command, "random"])
+        build("bench")(command)
 
 
 def test_code_2_in_a_real_process(tmp_path: Path) -> None:

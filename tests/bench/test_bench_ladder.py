@@ -86,6 +86,8 @@ async def test_a_whole_ladder(tmp_path: Path) -> None:
     assert all(c["repeats"] == 1 for c in engine["cells"])
     crowd = next(c for c in engine["cells"] if c["users"] == 4)
     assert crowd["speedup"]["value"] > 1, "four at once beat one after another"
+    naive = next(step for step in found["steps"] if step["id"] == "naive")
+    assert all(cell["speedup"]["low"] == cell["speedup"]["high"] == 1 for cell in naive["cells"]), "it is the measure"
     assert next(c for c in by_id["alone-prefix-cache"]["cells"] if c["users"] == 1)["prefix_hit"] > 0.3
     assert next(c for c in engine["cells"] if c["users"] == 1)["prefix_hit"] == 0
     assert engine["quality_change"]["equal_share"] == 1.0

@@ -106,6 +106,13 @@ def test_separate_repeated_runs_keep_their_error_rate() -> None:
     assert wrong / 400 <= 0.07
 
 
+def test_two_runs_far_apart_do_not_make_a_time_below_zero() -> None:
+    found = stats.mean_interval(np.array([1.0, 3.0]))
+    assert (found.value, found.low) == (2.0, 0.0)
+    assert found.high == pytest.approx(2 + 12.706, abs=1e-3)
+    assert stats.mean_interval(np.array([-1.0, 3.0])).low < 0
+
+
 def test_block_bootstrap_draws_whole_neighbourhoods() -> None:
     counts = stats.block_counts(27, 50, seed=1)
     assert counts.shape == (50, 27)

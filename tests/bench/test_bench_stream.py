@@ -32,9 +32,13 @@ def total(tokens: int) -> bytes:
 DONE = b"data: [DONE]\n\n"
 
 
-@given(st.lists(st.integers(1, 40), max_size=40))
-def test_cuts_of_the_bytes_do_not_matter(cuts: list[int]) -> None:
+BOM = b"\xef\xbb\xbf"
+
+
+@given(st.lists(st.integers(1, 40), max_size=40), st.sampled_from([b"\n", b"\r\n", b"\r"]))
+def test_neither_cuts_of_the_bytes_nor_the_kind_of_line_ending_matter(cuts: list[int], ending: bytes) -> None:
     data = b": comment\r\n\r\n" + chunk("hé") + chunk("llo") + chunk("!", finish="length") + total(3) + DONE
+    data = BOM + ending.join(data.split(b"\n"))
     whole, pieces = Stream(), Stream()
     whole.feed(data, 1.0)
     rest = data
@@ -42,6 +46,8 @@ def test_cuts_of_the_bytes_do_not_matter(cuts: list[int]) -> None:
         pieces.feed(rest[:cut], 1.0)
         rest = rest[cut:]
     pieces.feed(rest, 1.0)
+    for stream in (whole, pieces):
+        stream.finish(1.0)
     for stream in (whole, pieces):
         assert stream.text == "héllo!"
         assert stream.done
@@ -106,6 +112,38 @@ def fed(*frames: bytes, at_s: float = 1.0) -> Stream:
 )
 def test_only_complete_answers_are_ok(stream: Stream, fields: dict[str, object], outcome: Outcome) -> None:
     assert judged(stream, **fields).outcome is outcome
+
+
+@pytest.mark.parametrize("ending", [b"\n", b"\r\n", b"\r"])
+def test_an_event_whose_json_is_in_several_lines(ending: bytes) -> None:
+    frame = json.dumps({"choices": [{"delta": {"content": "ab"}, "finish_reason": "stop"}]}, indent=1)
+    lines = [b"event: message", *(b"data: " + line.encode() for line in frame.splitlines()), b"", b"data: [DONE]", b""]
+    stream = fed(*(line + ending for line in lines))
+    stream.finish(1.0)
+    assert (stream.text, stream.done, stream.error) == ("ab", True, "")
+
+
+def test_a_stream_that_says_nothing_now_and_then_and_ends_without_a_line() -> None:
+    stream = fed(b"data:\n\n", b'data: {"id":null,"choices":null,"usage":null}\n\n', b"retry: 3\n", chunk("a"))
+    stream.feed(b"data: [DONE]", 2.0)
+    assert not stream.done
+    stream.finish(2.0)
+    assert (stream.text, stream.done, stream.error) == ("a", True, "")
+    half = fed(chunk("a"), b'data: {"choices":[{"del')
+    half.finish(2.0)
+    assert judged(half).outcome is Outcome.CUT
+
+
+def test_an_event_that_is_named_an_error_is_one() -> None:
+    stream = fed(chunk("a"), b'event: error\ndata: {"message":"out of memory"}\n\n', chunk("b"))
+    assert judged(stream).outcome is Outcome.STREAM_ERROR
+    assert "out of memory" in stream.error
+    assert fed(b"event: error\n\n", chunk("a")).error == ""
+
+
+def test_a_line_without_end_is_not_kept() -> None:
+    stream = fed(b"data: " + b"x" * (2**24 + 1))
+    assert "more than" in stream.error
 
 
 def test_cached_tokens_are_read_from_usage() -> None:

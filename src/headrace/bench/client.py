@@ -19,6 +19,8 @@ from headrace.bench.records import Outcome, RequestRecord, TokenSource
 from headrace.bench.traffic import Call, Message
 
 _MOST_PREOPENED = 256
+_LONGEST_LINE = 2**24
+_BOM = b"\xef\xbb\xbf"
 
 
 class _Delta(msgspec.Struct):
@@ -29,6 +31,8 @@ class _Delta(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
+    """What is read of a choice; servers send null where they have nothing."""
+
     delta: _Delta | None = None
     text: str | None = None
     token_ids: list[int] | None = None
@@ -36,8 +40,8 @@ class _Choice(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    id: str = ""
-    choices: list[_Choice] = []
+    id: str | None = None
+    choices: list[_Choice] | None = None
     usage: Usage | None = None
     error: Any = None
 
@@ -60,31 +64,77 @@ class Stream:
     done: bool = False
     error: str = ""
     id: str = ""
+    _begun: bool = False
     _rest: bytes = b""
+    _open: bytes = b""
+    """Data of an event whose JSON goes on in its next line."""
+    _event: bytes = b""
     _decoder: msgspec.json.Decoder[_Chunk] = field(default_factory=lambda: msgspec.json.Decoder(_Chunk))
 
     def feed(self, data: bytes, at_s: float) -> None:
-        """Take the bytes of one read; all events in it get the same time, since they could be seen together."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        """Take the bytes of one read; all events in it get the same time, since they could be seen together.
+
+        Lines end in LF, CRLF or CR. An event is taken as soon as its JSON is whole, so with or without an empty line after
+        it; one whose JSON is in several lines of data, joined.
+        """
+        data = self._rest + data
+        if not self._begun:
+            if len(data) < len(_BOM) and _BOM.startswith(data):
+                self._rest = data
+                return
+            data, self._begun = data.removeprefix(_BOM), True
+        if b"\r" in data:
+            held = data.endswith(b"\r")  # perhaps the first half of CRLF
+            data = data[: len(data) - held].replace(b"\r\n", b"\n").replace(b"\r", b"\n") + b"\r" * held
+        *lines, self._rest = data.split(b"\n")
         for line in lines:
-            if line.startswith(b"data:"):
-                self._take(line[5:].strip(), at_s)
+            self._line(line, at_s)
+        if len(self._rest) > _LONGEST_LINE:
+            self.error = self.error or f"a line of more than {_LONGEST_LINE:,} bytes"
+
+    def finish(self, at_s: float) -> None:
+        """The stream has ended: take a last line that has no end. What is not whole is left out."""
+        line, self._rest = self._rest.rstrip(b"\r"), b""
+        self._line(line, at_s)
+
+    def _line(self, line: bytes, at_s: float) -> None:
+        if line.startswith(b"data:"):
+            self._take(line[5:].strip(), at_s)
+        elif line.startswith(b"event:"):
+            self._event = line[6:].strip()
+        elif not line:
+            if self._open:
+                self.error = self.error or f"not a chunk: {self._open[:100]!r}"
+            self._open = self._event = b""
 
     def _take(self, data: bytes, at_s: float) -> None:
         if data == b"[DONE]":
             self.done = True
             return
+        if self._open:
+            data = self._open + b"\n" + data
+        if not data:  # nothing said, as some servers do to keep a connection open
+            return
         try:
             chunk = self._decoder.decode(data)
-        except msgspec.DecodeError as error:
+        except msgspec.ValidationError as error:
             self.error = self.error or f"not a chunk: {error}: {data[:100]!r}"
             return
+        except msgspec.DecodeError:
+            self._open = data
+            if len(data) > _LONGEST_LINE:
+                self.error = self.error or f"an event of more than {_LONGEST_LINE:,} bytes"
+            return
+        self._open = b""
         if chunk.error is not None:
             self.error = self.error or _error_text(chunk.error)
             return
-        self.id = self.id or chunk.id
+        if self._event == b"error":
+            self.error = self.error or data[:300].decode(errors="replace")
+            return
+        self.id = self.id or chunk.id or ""
         self.usage = chunk.usage or self.usage
-        for choice in chunk.choices:
+        for choice in chunk.choices or ():
             self.finish_reason = choice.finish_reason or self.finish_reason
             text = choice.text or ""
             if choice.delta is not None:
@@ -201,14 +251,20 @@ class Client:
             record.sent_s = stamps.sent_s - self.origin_s if stamps.sent_s else record.sent_s
             record.http_status = response.status
             if response.status != 200:
-                record.error = (await response.text())[:300]
+                record.error = (await response.text(errors="replace"))[:300]
                 return
+            beginning = b""
             async for data in response.content.iter_any():
                 at_s = self.now()
                 record.first_byte_s = record.first_byte_s or at_s
+                beginning = beginning or data[:100]
                 stream.feed(data, at_s)
                 if stream.error:
                     return
+            stream.finish(self.now())
+            if beginning and not stream.events and not stream.done and not stream.finish_reason:
+                what = response.headers.get("Content-Type", "of no type")
+                record.error = f"no event of a stream in the answer ({what}): {beginning!r}"
 
 
 async def _stamp_sent(_session: Any, context: Any, _params: Any) -> None:
@@ -245,7 +301,8 @@ def settle(record: RequestRecord, stream: Stream, *, force_length: bool) -> None
     elif stream.error:
         record.outcome, record.error = Outcome.STREAM_ERROR, stream.error
     elif not stream.done and stream.finish_reason is None:
-        record.outcome, record.error = Outcome.CUT, "the stream ended without a finish reason or [DONE]"
+        record.outcome = Outcome.CUT
+        record.error = record.error or "the stream ended without a finish reason or [DONE]"
     elif not stream.events:
         record.outcome, record.error = Outcome.EMPTY, "no text in the answer"
     elif force_length and _counted(record) and round(record.tokens_out) != record.output_tokens_asked:

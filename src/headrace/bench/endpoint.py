@@ -57,7 +57,11 @@ class Endpoint:
 def parse_url(url: str) -> str:
     """The base of an endpoint URL without a trailing `/v1` or slash; anything but http(s)://host is refused."""
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        reachable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port that is no number, or too large a one
+        reachable = False
+    if not reachable:
         raise InvalidInput(f"expected http://HOST:PORT, got {url!r}", field="--url")
     base = url.rstrip("/")
     return base[: -len("/v1")] if base.endswith("/v1") else base
@@ -92,7 +96,7 @@ async def find_model(session: aiohttp.ClientSession, base: str, headers: tuple[t
                 return {}
             cards = (await response.json(content_type=None)).get("data") or []
             return dict(cards[0]) if cards else {}
-    except (aiohttp.ClientError, ValueError, AttributeError):
+    except (aiohttp.ClientError, TimeoutError, ValueError, AttributeError, LookupError, TypeError):
         return {}
 
 
@@ -129,8 +133,10 @@ async def probe(endpoint: Endpoint, *, natural_length: bool = False, writer: Pro
         if writer is None:
             writer = await _fit_writer(session, endpoint)
         notes.append(f"prompt tokens: {writer.source}")
-        context = card.get("max_model_len") or (card.get("meta") or {}).get("n_ctx")
-        return Probe(endpoint, writer, int(context) if context else None, tuple(notes))
+        meta = card.get("meta")
+        context = card.get("max_model_len") or (meta.get("n_ctx") if isinstance(meta, dict) else None)
+        known = isinstance(context, int) and context > 0
+        return Probe(endpoint, writer, context if known else None, tuple(notes))
 
 
 async def _accepts(session: aiohttp.ClientSession, endpoint: Endpoint) -> str:
@@ -139,7 +145,7 @@ async def _accepts(session: aiohttp.ClientSession, endpoint: Endpoint) -> str:
     try:
         url = endpoint.url + endpoint.path
         async with session.post(url, json=body, headers=dict(endpoint.headers)) as response:
-            text = await response.text()
+            text = await response.text(errors="replace")
             if response.status != 200:
                 return f"{response.status} {text[:300]}"
             return text[:300] if '"error"' in text and '"choices"' not in text else ""

@@ -318,7 +318,9 @@ def _step_result(
         hits = [s["prefix_hit"]["share"] for s in summaries if s.get("prefix_hit")]
         entry["prefix_hit"] = float(np.mean(hits)) if hits else None
         base = baselines.get((state.weights, cell))
-        if base:
+        if base and state.id == BASELINE:
+            entry["speedup"] = {"value": 1.0, "low": 1.0, "high": 1.0, "basis": "what the others are compared with"}
+        elif base:
             a, b = (np.array([s["output_tokens_per_s"]["value"] for s in side]) for side in (base, summaries))
             ratio = stats.unpaired(a, b, noise, float(np.hypot(_log_half(base[0]), _log_half(summaries[0]))))
             entry["speedup"] = {"value": ratio.ratio, "low": ratio.low, "high": ratio.high, "basis": ratio.basis}

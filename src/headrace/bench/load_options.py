@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from headrace.base.errors import InvalidInput
@@ -69,6 +70,8 @@ class LoadOptions:
             raise InvalidInput(f"must be at least 1, got {self.processes}", field="--processes")
         if self.slo:
             Slo.parse(self.slo)
+        if self.file is not None and not Path(self.file).is_file():
+            raise InvalidInput(f"there is no file {self.file}", field="--file")
         users = _whole(concurrency or self.concurrency, "--concurrency")
         arrivals = ArrivalOptions(
             concurrency=users,

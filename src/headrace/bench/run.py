@@ -18,7 +18,7 @@ import msgspec
 from headrace.base.errors import InvalidInput
 from headrace.base.files import write_atomic
 from headrace.base.host import host
-from headrace.bench.arrivals import ArrivalOptions, Closed, Renewal
+from headrace.bench.arrivals import ArrivalOptions, Arrivals, Closed, Renewal
 from headrace.bench.drive import Share
 from headrace.bench.endpoint import EndpointError, probe
 from headrace.bench.headroom import load_of, most_processes, prove
@@ -57,6 +57,14 @@ class Watch:
     record: Callable[[RequestRecord], None] = lambda _record: None
 
 
+def check(settings: RunSettings) -> Arrivals:
+    """The settings' arrivals; `InvalidInput` naming the option that cannot be, before anything is started."""
+    settings.check()
+    kind = find_workload(settings.workload)
+    workload_options(kind, settings.workload_options)
+    return settings.arrivals.resolve(has_arrivals=kind.has_arrivals, seed=settings.seed)
+
+
 async def run(
     settings: RunSettings, out: Path, watch: Watch | None = None, *, headroom: bool = True, natural_length: bool = False
 ) -> dict[str, Any]:
@@ -66,10 +74,7 @@ async def run(
     itself would be measured. A summary whose `valid` is false has its reasons in `invalid_because`.
     """
     watch = watch or Watch()
-    settings.check()
-    kind = find_workload(settings.workload)
-    workload_options(kind, settings.workload_options)
-    arrivals = settings.arrivals.resolve(has_arrivals=kind.has_arrivals, seed=settings.seed)
+    arrivals = check(settings)
     if (out / META_FILE).exists():
         raise InvalidInput(
             f"{out} already holds a run", field="--out", remedy="another folder, or headrace bench resume"

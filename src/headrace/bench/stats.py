@@ -73,12 +73,13 @@ def rate_interval(at_s: Array, amounts: Array, start_s: float, end_s: float, res
 
 
 def mean_interval(values: Array) -> Interval:
-    """Mean of a few independent values (one per run) with Student's t."""
+    """Mean of a few independent values (one per run) with Student's t; of times and rates no end lies below 0."""
     mean = float(values.mean())
     if len(values) < 2:
         return Interval(mean, float("nan"), float("nan"))
     half = float(scipy_stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values)))
-    return Interval(mean, mean - half, mean + half)
+    low = mean - half
+    return Interval(mean, max(low, 0.0) if values.min() >= 0 else low, mean + half)
 
 
 @dataclass(frozen=True, slots=True)

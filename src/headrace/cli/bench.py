@@ -81,6 +81,7 @@ def _do_run(
     """`job`: what a new folder is begun with; None where the folder goes on."""
     from headrace.bench import series
     from headrace.bench.endpoint import parse_url
+    from headrace.bench.run import check
     from headrace.bench.slo import Slo
     from headrace.bench.targets import TargetSpec, parse_target
     from headrace.bench.targets._process import open_target
@@ -100,6 +101,10 @@ def _do_run(
         raise InvalidInput("has no meaning with --find-max", field="--concurrency")
     spec = TargetSpec("url", {}, parse_url(url)) if url else parse_target(target)
     settings = load.settings(model=model if url else "") if not values else load.point(swept, values[0])
+    points = [(value, load.point(swept, value)) for value in values]
+    start_rps = _start_of_search(load.rate) if find_max else 0.0
+    for each in (load.point("rate", str(start_rps)),) if find_max else (settings, *(point for _, point in points)):
+        check(each)
     if plan and (values or find_max):
         raise InvalidInput("needs a single load", field="--plan", remedy="without a sweep and --find-max")
     predict = _prediction(plan, model, "" if url else spec.name) if plan else None
@@ -110,10 +115,8 @@ def _do_run(
             async with open_target(spec, model, out / "target.log") as running:
                 shared: dict[str, Any] = {"target": running, "headroom": load.headroom, "natural": load.natural_length}
                 if find_max:
-                    start = float(load.rate) if load.rate else 1.0
-                    return await series.search(settings, Slo.parse(load.slo), start, out, watch, **shared)
-                if values:
-                    points = [(value, load.point(swept, value)) for value in values]
+                    return await series.search(settings, Slo.parse(load.slo), start_rps, out, watch, **shared)
+                if points:
                     return await series.sweep(settings, points, swept, out, watch, **shared)
                 if repeats > 1:
                     return await series.repeats(settings, repeats, out, watch, **shared)
@@ -132,6 +135,16 @@ def _do_run(
 
         summary = set_beside(out, summary, predict(summary))
     return summary
+
+
+def _start_of_search(rate: str | None) -> float:
+    """The rate that a search begins with."""
+    try:
+        return 1.0 if rate is None else float(rate)
+    except ValueError:
+        raise InvalidInput(
+            f"{rate!r} is no rate to begin a search with", field="--rate", remedy="give a number"
+        ) from None
 
 
 def resume(
@@ -197,6 +210,7 @@ def _do_ab(
     """`job`: what a new folder is begun with; None where the folder goes on."""
     from headrace.bench import series
     from headrace.bench.compare import check_metric
+    from headrace.bench.run import check
     from headrace.bench.stats import check_pairs, parse_share
     from headrace.bench.targets import parse_target
     from headrace.bench.targets._process import open_target
@@ -204,6 +218,7 @@ def _do_ab(
     if load.points()[1]:
         raise InvalidInput("a sweep cannot be interleaved", field="--rate" if load.rate else "--concurrency")
     settings, share = load.settings(), parse_share(margin, "--margin") if margin else None
+    check(settings)
     specs = parse_target(a), parse_target(b)
     check_pairs(pairs)
     check_metric(metric)

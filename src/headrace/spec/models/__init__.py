@@ -115,7 +115,7 @@ def find(name: str) -> CatalogModel:
     if model is not None:
         return model
     near = difflib.get_close_matches(fold(name), _index(), n=4, cutoff=0.5)
-    hint = ", ".join(dict.fromkeys(_index()[n] for n in near)) or ", ".join(catalog())
+    hint = ", ".join(dict.fromkeys(_index()[n] for n in near)) or "those that `headrace plan models` lists"
     raise InvalidInput(
         f"unknown model {name!r}", field="model", remedy=f"give a path to a config.json, or one of: {hint}"
     )
