@@ -140,6 +140,23 @@ def _squares(squares, count, row, rows, M: gl.constexpr, AT_ONCE: gl.constexpr, 
 
 
 @gluon.jit
+def _in_order(acc, M: gl.constexpr, N: gl.constexpr):
+    """The sums [M, N] as [M N / 4, 4] in the order in which threads hold them: a warp's neighbouring 512 bytes at once.
+
+    As rows of outputs they would go to memory in pieces of 32 bytes, which takes four times as long.
+    """
+    acc = acc.reshape([M // 64, 4, 2, 8, N // 8, 4, 2]).permute([0, 1, 4, 3, 5, 2, 6])
+    return acc.reshape([M * N // 4, 4])
+
+
+@gluon.jit
+def _as_sums(flat, M: gl.constexpr, N: gl.constexpr, SUMS: gl.constexpr):
+    """`_in_order` undone."""
+    acc = flat.reshape([M // 64, 4, N // 8, 8, 4, 2, 2]).permute([0, 1, 5, 3, 2, 4, 6])
+    return gl.convert_layout(acc.reshape([M, N]), SUMS, assert_trivial=True)
+
+
+@gluon.jit
 def _consume(
     WHO: gl.constexpr, given, x_s, w_s, full, free, begin, end, blocks, programs,
     M: gl.constexpr, N: gl.constexpr, GROUPS: gl.constexpr, COLUMN_GROUPS: gl.constexpr, ROW_TILES: gl.constexpr,
@@ -164,7 +181,6 @@ def _consume(
     if NORM and ROW_TILES == 1:
         squared = _squares(squares, count, ROW_GROUP * M, rows, M, AT_ONCE, SQUARED)
     n = gl.arange(0, N, gl.SliceLayout(0, SUMS))
-    in_part = gl.arange(0, M, gl.SliceLayout(1, SUMS))[:, None] * N + n[None, :]
     units = (columns * (2 if PAIR else 1)) // (COLUMN_GROUPS * N) * ROW_TILES * blocks
     stage = 0
     phase = 0
@@ -190,8 +206,12 @@ def _consume(
         last = True
         if steps < blocks:
             # Only a program's first tile can have begun with another, and its last can end with another.
+            flat = _in_order(acc, M, N)
+            FLAT: gl.constexpr = flat.type.layout
+            in_part = gl.arange(0, M * N // 4, gl.SliceLayout(1, FLAT))[:, None] * 4
+            in_part += gl.arange(0, 4, gl.SliceLayout(0, FLAT))[None, :]
             place = place_of(gl.program_id(0), (start == 0).to(gl.int32)) * GROUPS + WHO
-            gl.store(parts + (place.to(gl.int64) * (M * N) + in_part), acc)
+            gl.store(parts + place.to(gl.int64) * (M * N) + in_part, flat)
             least = owner(tile * blocks, units, programs)
             most = owner(tile * blocks + blocks - 1, units, programs)
             gl.thread_barrier()
@@ -200,10 +220,11 @@ def _consume(
                 gl.thread_barrier()
                 gl.store(counters + (tile * GROUPS + WHO), 0)
                 place = place_of(least, 1) * GROUPS + WHO
-                acc = gl.load(parts + (place.to(gl.int64) * (M * N) + in_part), cache_modifier=".cg")
+                flat = gl.load(parts + place.to(gl.int64) * (M * N) + in_part, cache_modifier=".cg")
                 for p in range(least + 1, most + 1):
                     place = place_of(p, 0) * GROUPS + WHO
-                    acc += gl.load(parts + (place.to(gl.int64) * (M * N) + in_part), cache_modifier=".cg")
+                    flat += gl.load(parts + place.to(gl.int64) * (M * N) + in_part, cache_modifier=".cg")
+                acc = _as_sums(flat, M, N, SUMS)
         if last:
             row = (tile % ROW_TILES * ROW_GROUPS + ROW_GROUP) * M
             column_tile = tile // ROW_TILES * COLUMN_GROUPS + COLUMN_GROUP
