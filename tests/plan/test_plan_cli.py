@@ -139,6 +139,9 @@ def test_validate_contract(capsys, tmp_path):
         (("rank", "llama-3.1-8b", "--engine", "naive"), "naive"),
         (("fit", "llama-3.1-8b", "--report", f"{__file__}/report.html"), __file__),
         (("validate", "/nowhere.csv"), "nowhere"),
+        (("simulate", "llama-3.1-8b", "--spread", "nan"), "spread"),
+        (("simulate", "llama-3.1-8b", "--spread", "1.5", "--arrivals", "poisson"), "spread"),
+        (("perf", "llama-3.1-8b", "--engine-version", "newest"), "engine_version"),
     ],
 )
 def test_bad_input_is_exit_code_two_with_the_field(capsys, arguments, named):

@@ -1,6 +1,7 @@
 """Latency, throughput and dollars: limits, monotony, conservation of time, speculation, and the search."""
 
 import math
+import re
 from dataclasses import replace
 
 import msgspec
@@ -239,6 +240,39 @@ def test_nothing_can_meet_the_impossible():
     found = rank(need)
     assert not found.candidates
     assert "relax" in found.rejected[0].change or "GPUs" in found.rejected[0].change
+
+
+def test_what_is_missing_is_all_that_is_missing():
+    """The weights of DeepSeek-V3 on two 16 GB cards lack hundreds of GiB, and a shorter context would not help."""
+    need = Need(model="deepseek-v3", isl=1024, osl=128, slo=Slo(), gpus=("t4-16",), counts=(2,), pp=(1,), dp=(1,))
+    for r in rank(need).rejected:
+        memory = fit(Inputs(model="deepseek-v3", gpu="t4-16", n_gpus=2, tp=2, ep=r.ep, max_model_len=1152), 1152)
+        short_gib = (memory.weights_bytes - memory.budget_bytes) / 2**30
+        said = float(re.search(r"needs ([\d.]+) GiB more", r.change)[1])
+        assert short_gib < said < short_gib + 5
+        assert "shorter context" not in r.change
+
+
+def test_more_users_than_the_engine_takes_by_default_raise_its_limit():
+    need = Need(
+        model="llama-3.2-1b", isl=32, osl=8, slo=Slo(), gpus=("rtx-4090-24",), counts=(1,), pp=(1,), min_users=700
+    )
+    found = rank(need)
+    assert [c.concurrency for c in found.candidates] == [700]
+    assert any("limit of sequences" in note and "700" in note for note in found.notes)
+    few = rank(msgspec.structs.replace(need, min_users=2))
+    assert few.candidates
+    assert not any("limit of sequences" in note for note in few.notes)
+
+
+def test_requests_longer_than_the_training_are_told():
+    need = Need(model="qwen3-32b", isl=50_000, osl=100, slo=Slo(), gpus=("b300-sxm-288",), counts=(1,), pp=(1,))
+    said = "50,100 tokens are longer than the 40,960"
+    assert any(said in note for note in rank(need).notes)
+    assert any(said in note for note in perf(Inputs(model="qwen3-32b", gpu="b300-sxm-288", isl=50_000, osl=100)).notes)
+    assert not any(
+        "longer than" in note for note in perf(Inputs(model="qwen3-32b", gpu="b300-sxm-288", isl=500, osl=100)).notes
+    )
 
 
 def test_a_wrong_model_is_an_error_not_a_rejection():

@@ -34,6 +34,8 @@ class Target:
 
         if self.gpus < 1:
             raise InvalidInput(f"gpus must be at least 1, got {self.gpus}", field="gpus")
+        if self.engine_version and not self.engine_version.removeprefix("v")[:1].isdigit():
+            raise InvalidInput(f"{self.engine_version!r} is no version, such as 0.11.0", field="engine_version")
         given = dict(vars(self))
         return Inputs(n_gpus=given.pop("gpus"), **given, **more)
 

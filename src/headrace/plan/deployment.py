@@ -150,6 +150,13 @@ def resolve(inputs: Inputs) -> Deployment:
     )
 
 
+def trained_context_note(spec: ModelSpec, tokens: int) -> list[str]:
+    """A note if a request is longer than what the model was trained for; the arithmetic holds, the answers may not."""
+    if tokens <= spec.max_context:
+        return []
+    return [f"requests of {tokens:,} tokens are longer than the {spec.max_context:,} that the model was trained for"]
+
+
 def _check(inputs: Inputs) -> None:
     positive = ("n_gpus", "tp", "pp", "dp", "ep", "max_model_len", "max_batched_tokens", "max_num_seqs", "block_tokens")
     for name in (*positive, "isl", "osl", "concurrency"):

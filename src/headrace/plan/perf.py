@@ -10,7 +10,7 @@ import msgspec
 from headrace.plan.calibration import METRICS, Band, Calibration, CalibrationSet, Tier, group_names, key_of, shipped
 from headrace.plan.closed_loop import closed_loop
 from headrace.plan.costs.roofline import Efficiency, efficiency, operators
-from headrace.plan.deployment import Deployment, Inputs, describe, resolve
+from headrace.plan.deployment import Deployment, Inputs, describe, resolve, trained_context_note
 from headrace.plan.economics import usd_per_million
 from headrace.plan.neighbours import TP, campaign_name, position, shift
 from headrace.plan.workload import Traffic, traffic
@@ -102,7 +102,12 @@ def predict(d: Deployment, c: Calibration, tier: Tier, grade: Grade) -> Performa
     tpot = _figure(times.tpot_s * 1e3 * math.exp(effect.tpot + near["tpot"]), tier.tpot, grade)
     rate = _figure(per_gpu * math.exp(effect.throughput + near["throughput"]), tier.throughput, grade)
     total = Figure(rate.value * d.inputs.n_gpus, rate.low * d.inputs.n_gpus, rate.high * d.inputs.n_gpus, grade)
-    notes = [*d.notes, *t.notes, *assumed]
+    notes = [
+        *d.notes,
+        *t.notes,
+        *assumed,
+        *trained_context_note(d.model.spec, (d.inputs.isl or 1) + (d.inputs.osl or 1)),
+    ]
     if runs:
         notes.append(
             f"{len(runs)} runs of this model, engine build and card were measured; what the formulas miss on them moves the "

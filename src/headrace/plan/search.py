@@ -8,9 +8,9 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.base.errors import HeadraceError, InvalidInput
-from headrace.base.units import GIB
+from headrace.base.units import GIB, ceil_div
 from headrace.plan.calibration import CalibrationSet, shipped
-from headrace.plan.deployment import Deployment, Inputs, find_model, resolve
+from headrace.plan.deployment import Deployment, Inputs, find_model, resolve, trained_context_note
 from headrace.plan.economics import Fleet, QueryCost, fleet, query_cost
 from headrace.plan.fit import Fit, fit_deployment
 from headrace.plan.perf import Performance, perf_deployment
@@ -21,6 +21,7 @@ from headrace.spec.sharding import Layout
 from headrace.spec.workload import Preset, Slo
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_RAISED = "set the engine's limit of sequences higher than its default"
 Pin = Literal["latency", "batch", "context"]
 
 
@@ -140,10 +141,11 @@ def rank(need: Need, calibration: CalibrationSet | None = None) -> Ranking:
         )
     candidates.sort(key=_order)
     unpriced = sorted({c.gpu for c in candidates if c.usd_per_million_output_tokens is None})
+    notes += trained_context_note(find_model(need.model).spec, need.isl + need.osl)
     if unpriced:
         notes.append(f"no price is known for {', '.join(unpriced)}: ranked last, by throughput; give one with --price")
-    stale = {w for c in candidates for w in c.notes if w.startswith("price of")}
-    notes.extend(sorted(stale))
+    of_all = {w for c in candidates for w in c.notes if w.startswith(("price of", _RAISED))}
+    notes.extend(sorted(of_all))
     return Ranking(need, tuple(candidates), tuple(rejected), tuple(notes))
 
 
@@ -218,6 +220,9 @@ def _layouts(count: int, need: Need, moe: bool) -> Iterator[Layout]:
 
 def _judge(need: Need, asked: Inputs, calibration: CalibrationSet) -> Candidate | Rejected:
     d = resolve(asked)
+    if d.max_num_seqs * d.layout.dp < need.min_users:  # the engine's default, which whoever asks for so many raises
+        asked = msgspec.structs.replace(asked, max_num_seqs=ceil_div(need.min_users, d.layout.dp))
+        d = resolve(asked)
     memory = fit_deployment(d, need.isl + need.osl)
     if not memory.fits:
         return _reject(asked, memory.reason, _memory_change(d, memory, 1))
@@ -229,9 +234,7 @@ def _judge(need: Need, asked: Inputs, calibration: CalibrationSet) -> Candidate 
         )
     best: tuple[float, int, Performance] | None = None
     closest: Performance | None = None
-    for batch in (b for b in BATCHES if need.min_users <= b <= memory.max_users or b == 1):
-        if batch < need.min_users:
-            continue
+    for batch in (b for b in sorted({*BATCHES, need.min_users}) if need.min_users <= b <= memory.max_users):
         p = perf_deployment(resolve(msgspec.structs.replace(asked, concurrency=batch)), calibration)
         closest = closest or p
         if not need.slo.met(p.ttft_ms.value, p.tpot_ms.value):
@@ -254,6 +257,7 @@ def _candidate(need: Need, d: Deployment, memory: Fit, batch: int, p: Performanc
         # $/M output carries the whole bill; of it prompts are charged the share of time that they take.
         prompts = into.value * need.isl / (out.value * need.osl)
         cost = query_cost(into.value, out.value * max(0.0, 1.0 - prompts), need.isl, need.osl, need.turns)
+    raised = () if d.inputs.max_num_seqs is None else (f"{_RAISED}, {d.max_num_seqs} for {need.min_users} at once",)
     size = None
     if need.rate_rps is not None:
         rate = p.output_tokens_per_s_per_gpu.value * d.inputs.n_gpus
@@ -277,7 +281,7 @@ def _candidate(need: Need, d: Deployment, memory: Fit, batch: int, p: Performanc
         usd_per_million_input_tokens=into,
         cost=cost,
         fleet=size,
-        notes=p.notes,
+        notes=(*p.notes, *raised),
     )
 
 
@@ -304,8 +308,11 @@ def _memory_change(d: Deployment, memory: Fit, users: int) -> str:
             continue
         if after.fits and after.max_users >= users:
             return label
-    missing = (memory.kv_bytes_per_request * users - memory.kv_pool_bytes) / GIB
-    return f"needs {max(missing, 0.1):.1f} GiB more per GPU: take a larger card or a shorter context"
+    held = memory.weights_bytes + memory.activation_bytes + memory.overhead_bytes
+    over = max(0, held - memory.budget_bytes) if memory.kv_pool_bytes == 0 else 0
+    missing = (over + memory.kv_bytes_per_request * users - memory.kv_pool_bytes) / GIB
+    way = "a larger card or more of them" if memory.limit == "weights" else "a larger card or a shorter context"
+    return f"needs {max(missing, 0.1):.1f} GiB more per GPU: take {way}"
 
 
 def _alternatives(d: Deployment) -> Iterator[tuple[str, Inputs]]:

@@ -80,6 +80,7 @@ class Arrival:
 
 def poisson(rate_rps: float, count: int, isl: int, osl: int, seed: int = 0, spread: float = 0.0) -> list[Arrival]:
     """`count` requests at exponential gaps; lengths vary by up to `spread` (a fraction) around the given ones."""
+    _check_spread(spread)
     if not rate_rps > 0:
         raise InvalidInput(f"rate must be above 0, got {rate_rps}", field="rate")
     draw = random.Random(seed)
@@ -92,8 +93,14 @@ def poisson(rate_rps: float, count: int, isl: int, osl: int, seed: int = 0, spre
 
 def burst(count: int, isl: int, osl: int, seed: int = 0, spread: float = 0.0) -> list[Arrival]:
     """`count` requests that are all there at the start (an offline queue, or the stock of a closed loop)."""
+    _check_spread(spread)
     draw = random.Random(seed)
     return [Arrival(0.0, *_lengths(draw, isl, osl, spread)) for _ in range(count)]
+
+
+def _check_spread(spread: float) -> None:
+    if not 0 <= spread <= 1:
+        raise InvalidInput(f"spread must be from 0 to 1, got {spread}", field="spread")
 
 
 def _lengths(draw: random.Random, isl: int, osl: int, spread: float) -> tuple[int, int]:
