@@ -329,7 +329,8 @@ NB_MODULE(_native, mod) {
     return names;
   }, "Names of the kernel sets that can run on this machine, best first.");
 
-  nb::class_<Pool>(mod, "Pool").def(nb::init<int, std::vector<int>>(), nb::arg("threads"), nb::arg("pin") = std::vector<int>{}).def_prop_ro("threads", &Pool::threads);
+  nb::class_<Pool>(mod, "Pool")
+      .def(nb::init<int, std::vector<int>>(), nb::arg("threads"), nb::arg("pin") = std::vector<int>{}).def_prop_ro("threads", &Pool::threads);
 
   nb::class_<PyMatrix>(mod, "Matrix")
       .def("__init__", [](PyMatrix* self, ConstBytes data, int codes, int scales, int zero, int64_t n, int64_t k) {
@@ -407,9 +408,9 @@ NB_MODULE(_native, mod) {
       return;
     }
     std::vector<QGroup> data(rows * groups);
-    const QRows q{rows, groups, data.data()};
+    const QRows q{rows, groups, data.data(), {}};
     for (int64_t r = 0; r < rows; r++) k->quantize(x.data() + r * m.m.k, m.m.k, q.row(r));
-    for (int64_t t = 0; t < m.m.tiles; t++) k->gemm_q(m.m, t, q, 0, rows, out.data() + t * kTile, out.shape(1));
+    k->gemm_q(m.m, 0, m.m.tiles, q, 0, rows, out.data(), out.shape(1));
   }, nb::arg("matrix"), nb::arg("x").noconvert(), nb::arg("out").noconvert(), nb::arg("kernels") = "auto", nb::arg("exact") = false,
      "One product, for tests: out[rows][tiles * 16].");
 

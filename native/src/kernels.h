@@ -85,9 +85,9 @@ struct Kernels {
   // x[k] -> groups of 32 (k padded with zeros to whole groups). NaN or infinity in a group makes its scale NaN, so that a
   // broken row stays visibly broken.
   void (*quantize)(const float* x, int64_t k, QGroup* out);
-  // out[row * ldo + lane] for 16 outputs of a tile and `rows` rows. Each (row, output) is accumulated over groups in
-  // ascending order whatever `rows` is: a row's result does not depend on its batch mates.
-  void (*gemm_q)(const Matrix& m, int64_t tile, const QRows& x, int64_t row0, int64_t rows, float* out, int64_t ldo);
+  // out[row * ldo + output] for the 16 outputs of each of `tiles` tiles from `tile` on and `rows` rows. Each (row, output) is
+  // accumulated over groups in ascending order whatever `rows` and `tiles` are: a row's result does not depend on its batch mates.
+  void (*gemm_q)(const Matrix& m, int64_t tile, int64_t tiles, const QRows& x, int64_t row0, int64_t rows, float* out, int64_t ldo);
   // The same with float activations (exact weights): float formats, and quantized ones dequantized on the way.
   void (*gemm_f)(const Matrix& m, int64_t tile, const float* x, int64_t ldx, int64_t rows, float* out, int64_t ldo);
   void (*rms_norm)(const float* x, const float* weight, float offset, int64_t n, float eps, float* out);

@@ -38,8 +38,10 @@ inline void load_lines(const uint8_t* q, __m512i* w) {
   }
 }
 
-// Bytes of look-ahead. Weights come from memory once a step, and the hardware's own look-ahead stops at every page; with
+// Bytes of look-ahead of one tile. Weights come from memory once a step, and the hardware's own look-ahead stops at every page; with
 // several rows there is arithmetic to hide it behind. A single row is bound by memory anyway and only loses issue slots.
+// Two tiles at once are two streams, which memory serves worse than one. So they ask for the next two from the first byte to the last,
+// as one stream to the second-level cache: looking ahead in each took a step of 4 rows 1.3 times as long.
 constexpr int kAhead = 3072;
 
 // Brings what `QRows::ahead` names to the second-level cache, some lines with each group of weights.
@@ -62,96 +64,122 @@ class Bringer {
   int64_t piece_bytes_, at_, left_, each_;
 };
 
-template <Codes C, Scales S, int R>
+// R rows by T neighbouring tiles. Two tiles share each load of a row's activations: a core loads once or twice a cycle at this width, and
+// with one tile that is what few rows wait for.
+template <Codes C, Scales S, int R, int T>
 static void rows_of(const Matrix& m, const uint8_t* tile, const QRows& x, int64_t row0, Bringer& ahead, float* out, int64_t ldo) {
   // Added to the codes by the format or by load_lines.
   constexpr int shift = C == Codes::s8 ? 7 : std::max(zero_shift(C, S), 0);
   constexpr bool zeroed = C == Codes::s8 || zero_shift(C, S) >= 0;
   const auto shifted = [](int32_t sum) { return _mm512_slli_epi32(_mm512_set1_epi32(sum), shift); };
-  __m512 acc[R];
-  for (auto& a : acc) a = _mm512_setzero_ps();
+  __m512 acc[R][T];
+  for (auto& a : acc)
+    for (auto& b : a) b = _mm512_setzero_ps();
   const int64_t groups = m.groups;
   const QGroup* first = x.row(row0);
   for (int64_t g = 0; g < groups; g++) {
-    const uint8_t* s = m.group(tile, g);
-    const uint8_t* q = s + group_scale_bytes(S);
-    if constexpr (R > 1)
-      for (int i = 0; i < code_bytes(C) + group_scale_bytes(S); i += 64) _mm_prefetch((const char*)s + kAhead + i, _MM_HINT_T0);
     if constexpr (R > 1) ahead.step();
-    __m512i w[8];
-    load_lines<C>(q, w);
-    __m512 d, d1 = _mm512_setzero_ps(), mn = _mm512_setzero_ps();
-    if constexpr (S == Scales::plain) d = load_f16(s).v;
-    if constexpr (S == Scales::min) {
-      d = load_f16(s).v;
-      mn = load_f16(s + 32).v;
-    }
-    if constexpr (S == Scales::kmin) {
-      const uint8_t* top = m.super(tile, g);
-      d = mul(load_f16(top), load_u8(s)).v;
-      mn = sub(zero(), mul(load_f16(top + 32), load_u8(s + 16))).v;
-    }
-    if constexpr (S == Scales::k16) {
-      const F top = load_f16(m.super(tile, g));
-      d = mul(top, load_s8(s)).v;
-      d1 = mul(top, load_s8(s + 16)).v;
+    __m512i w[T][8];
+    __m512 d[T], d1[T], mn[T];
+    for (int t = 0; t < T; t++) {
+      const uint8_t *own = tile + t * m.tile_bytes, *s = m.group(own, g);
+      if constexpr (R > 1) {
+        constexpr int size = code_bytes(C) + group_scale_bytes(S);
+        const uint8_t* next = T == 1 ? s + kAhead : tile + 2 * m.tile_bytes + (2 * g + t) * size;
+        for (int i = 0; i < size; i += 64) _mm_prefetch((const char*)next + i, T == 1 ? _MM_HINT_T0 : _MM_HINT_T1);
+      }
+      load_lines<C>(s + group_scale_bytes(S), w[t]);
+      d1[t] = mn[t] = _mm512_setzero_ps();
+      if constexpr (S == Scales::plain) d[t] = load_f16(s).v;
+      if constexpr (S == Scales::min) {
+        d[t] = load_f16(s).v;
+        mn[t] = load_f16(s + 32).v;
+      }
+      if constexpr (S == Scales::kmin) {
+        const uint8_t* top = m.super(own, g);
+        d[t] = mul(load_f16(top), load_u8(s)).v;
+        mn[t] = sub(zero(), mul(load_f16(top + 32), load_u8(s + 16))).v;
+      }
+      if constexpr (S == Scales::k16) {
+        const F top = load_f16(m.super(own, g));
+        d[t] = mul(top, load_s8(s)).v;
+        d1[t] = mul(top, load_s8(s + 16)).v;
+      }
     }
     const auto row = [&](int r) {
       const QGroup& xg = first[r * groups + g];
       const __m512 xs = _mm512_set1_ps(xg.scale);
-      // Each four activations are loaded where they are used: the instruction then broadcasts them from memory at no cost.
+      // With one tile, each four activations are broadcast by the instruction that uses them.
       const auto line = [&](int j) {
         int32_t x4;
         std::memcpy(&x4, xg.codes + 4 * j, 4);
         return _mm512_set1_epi32(x4);
       };
-      if constexpr (S == Scales::k16) {
-        __m512i a = _mm512_setzero_si512(), b = a;
-        for (int j = 0; j < 4; j++) a = _mm512_dpbusd_epi32(a, w[j], line(j));
-        for (int j = 4; j < 8; j++) b = _mm512_dpbusd_epi32(b, w[j], line(j));
-        a = _mm512_sub_epi32(a, shifted(xg.half_sum));
-        b = _mm512_sub_epi32(b, shifted(xg.sum - xg.half_sum));
-        acc[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(a), _mm512_mul_ps(d, xs), acc[r]);
-        acc[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(b), _mm512_mul_ps(d1, xs), acc[r]);
-      } else {
-        __m512i a = _mm512_setzero_si512();
-        for (int j = 0; j < 8; j++) a = _mm512_dpbusd_epi32(a, w[j], line(j));
-        if constexpr (zeroed) a = _mm512_sub_epi32(a, shifted(xg.sum));
-        acc[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(a), _mm512_mul_ps(d, xs), acc[r]);
-        if constexpr (S == Scales::min || S == Scales::kmin) acc[r] = _mm512_fmadd_ps(mn, _mm512_set1_ps(xg.weighted), acc[r]);
+      __m512i a[T], b[T];
+      for (int t = 0; t < T; t++) a[t] = b[t] = _mm512_setzero_si512();
+#pragma GCC unroll 8
+      for (int j = 0; j < 8; j++) {
+        const __m512i x4 = line(j);
+        for (int t = 0; t < T; t++) {
+          __m512i& sum = S == Scales::k16 && j >= 4 ? b[t] : a[t];
+          sum = _mm512_dpbusd_epi32(sum, w[t][j], x4);
+        }
+      }
+      for (int t = 0; t < T; t++) {
+        if constexpr (S == Scales::k16) {
+          a[t] = _mm512_sub_epi32(a[t], shifted(xg.half_sum));
+          b[t] = _mm512_sub_epi32(b[t], shifted(xg.sum - xg.half_sum));
+          acc[r][t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(a[t]), _mm512_mul_ps(d[t], xs), acc[r][t]);
+          acc[r][t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(b[t]), _mm512_mul_ps(d1[t], xs), acc[r][t]);
+        } else {
+          if constexpr (zeroed) a[t] = _mm512_sub_epi32(a[t], shifted(xg.sum));
+          acc[r][t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(a[t]), _mm512_mul_ps(d[t], xs), acc[r][t]);
+          if constexpr (S == Scales::min || S == Scales::kmin) acc[r][t] = _mm512_fmadd_ps(mn[t], _mm512_set1_ps(xg.weighted), acc[r][t]);
+        }
       }
     };
-    if constexpr (R < 8) {
+    if constexpr (R * T < 8) {
+#pragma GCC unroll 8
       for (int r = 0; r < R; r++) row(r);
     } else {  // not unrolled, with the sums in memory: otherwise there is a pointer per row, and they are spilled
 #pragma GCC unroll 1
       for (int r = 0; r < R; r++) row(r);
     }
   }
-  for (int r = 0; r < R; r++) _mm512_storeu_ps(out + r * ldo, acc[r]);
+  for (int r = 0; r < R; r++)
+    for (int t = 0; t < T; t++) _mm512_storeu_ps(out + r * ldo + t * kTile, acc[r][t]);
 }
 
-template <Codes C, Scales S>
-static void tile_of(const Matrix& m, int64_t t, const QRows& x, int64_t row0, int64_t rows, float* out, int64_t ldo) {
-  const uint8_t* tile = m.tile(t);
-  Bringer ahead(x.ahead, std::max<int64_t>(rows / 16, 1) * m.groups);
+template <Codes C, Scales S, int T>
+static void all_rows(const Matrix& m, const uint8_t* tile, const QRows& x, int64_t row0, int64_t rows, Bringer& ahead, float* out, int64_t ldo) {
   int64_t r = 0;
-  for (; r + 16 <= rows; r += 16) rows_of<C, S, 16>(m, tile, x, row0 + r, ahead, out + r * ldo, ldo);
+  for (; r + 16 <= rows; r += 16) rows_of<C, S, 16, T>(m, tile, x, row0 + r, ahead, out + r * ldo, ldo);
   if (r + 8 <= rows) {
-    rows_of<C, S, 8>(m, tile, x, row0 + r, ahead, out + r * ldo, ldo);
+    rows_of<C, S, 8, T>(m, tile, x, row0 + r, ahead, out + r * ldo, ldo);
     r += 8;
   }
   if (r + 4 <= rows) {
-    rows_of<C, S, 4>(m, tile, x, row0 + r, ahead, out + r * ldo, ldo);
+    rows_of<C, S, 4, T>(m, tile, x, row0 + r, ahead, out + r * ldo, ldo);
     r += 4;
   }
   switch (rows - r) {
-    case 3: return rows_of<C, S, 3>(m, tile, x, row0 + r, ahead, out + r * ldo, ldo);
-    case 2: return rows_of<C, S, 2>(m, tile, x, row0 + r, ahead, out + r * ldo, ldo);
-    case 1: return rows_of<C, S, 1>(m, tile, x, row0 + r, ahead, out + r * ldo, ldo);
+    case 3: return rows_of<C, S, 3, T>(m, tile, x, row0 + r, ahead, out + r * ldo, ldo);
+    case 2: return rows_of<C, S, 2, T>(m, tile, x, row0 + r, ahead, out + r * ldo, ldo);
+    case 1: return rows_of<C, S, 1, T>(m, tile, x, row0 + r, ahead, out + r * ldo, ldo);
     default: return;
   }
 }
+
+// A single row is bound by memory, which is read fastest along one stream.
+template <Codes C, Scales S>
+static void tiles_of(const Matrix& m, int64_t first, int64_t tiles, const QRows& x, int64_t row0, int64_t rows, float* out, int64_t ldo) {
+  Bringer ahead(x.ahead, std::max<int64_t>(rows / 16, 1) * m.groups * (rows == 1 ? tiles : (tiles + 1) / 2));
+  int64_t t = 0;
+  if (rows > 1)
+    for (; t + 2 <= tiles; t += 2) all_rows<C, S, 2>(m, m.tile(first + t), x, row0, rows, ahead, out + t * kTile, ldo);
+  for (; t < tiles; t++) all_rows<C, S, 1>(m, m.tile(first + t), x, row0, rows, ahead, out + t * kTile, ldo);
+}
+#define HR_SEVERAL_TILES
 #include "dispatch_q.h"
 
 }  // namespace headrace::avx512

@@ -539,16 +539,25 @@ static void attention(const KvPool& kv, const AttentionItem& it, float* scratch)
   }
 }
 
+constexpr int64_t kMergedAtOnce = 64;  // segments whose factors are kept; those of longer contexts are computed again
 static void merge_segments(const float* first, int64_t stride, int64_t segments, int value_dim, const float* sink, float* out) {
   float m = -std::numeric_limits<float>::infinity();
   for (int64_t s = 0; s < segments; s++) m = std::max(m, first[s * stride + value_dim]);
   float total = 0;
-  for (int64_t s = 0; s < segments; s++) total += first[s * stride + value_dim + 1] * exponential(first[s * stride + value_dim] - m);
+  float factors[kMergedAtOnce];
+  for (int64_t s = 0; s < segments; s++) {
+    const float factor = exponential(first[s * stride + value_dim] - m);
+    total += first[s * stride + value_dim + 1] * factor;
+    if (s < kMergedAtOnce) factors[s] = factor;
+  }
   if (sink != nullptr) total += exponential(*sink - m);
   const float inverse = 1.0f / total;
   for (int d = 0; d < value_dim; d += 16) {
     F acc = zero();
-    for (int64_t s = 0; s < segments; s++) acc = fma(load(first + s * stride + d), set1(exponential(first[s * stride + value_dim] - m)), acc);
+    for (int64_t s = 0; s < segments; s++) {
+      const float factor = s < kMergedAtOnce ? factors[s] : exponential(first[s * stride + value_dim] - m);
+      acc = fma(load(first + s * stride + d), set1(factor), acc);
+    }
     store(out + d, mul(acc, set1(inverse)));
   }
 }

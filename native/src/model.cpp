@@ -64,6 +64,12 @@ bool Model::wants_codes(const Linear& w) const {
   return false;
 }
 
+bool Model::wants_numbers(const Linear& w) const {
+  for (const auto& m : w.parts)
+    if (!wants_codes(m)) return true;
+  return false;
+}
+
 void Model::each_row(int64_t rows, const std::function<void(int64_t)>& body) {
   if (rows <= kSerialRows) {
     for (int64_t r = 0; r < rows; r++) body(r);
@@ -88,20 +94,21 @@ void Model::foresee(const Batch& b, const LayerWeights& l) {
   if ((int64_t)pieces_.size() * piece_bytes_ > kAheadBytes) pieces_.clear();
 }
 
-Ahead Model::ahead(Share share, int64_t i, int64_t n) const {
+Ahead Model::ahead(Share share, int64_t first, int64_t count, int64_t of) const {
   const int64_t lines = piece_bytes_ / 64;
   if (share.to <= share.from || pieces_.empty() || lines == 0) return {};
-  const double each = (double)(pieces_.size() * lines) / n;
-  const int64_t from = (int64_t)(each * (i + share.from)), to = (int64_t)(each * (i + share.to));
+  // A thread brings what it will read itself: the first of two threads begins with the first half of any loop's items.
+  const double each = (double)pieces_.size() * lines / pool_->threads();
+  const double begin = (double)first * pool_->threads() / of, end = (double)(first + count) * pool_->threads() / of, run = std::floor(begin);
+  const auto line = [&](double at) { return (int64_t)(each * (run + share.from + (share.to - share.from) * std::min(at - run, 1.0))); };
+  const int64_t from = line(begin), to = line(end);
   if (to <= from) return {};
   return {pieces_.data() + from / lines, lines * 64, from % lines * 64, to - from};
 }
 
-void Model::tile_rows(const Matrix& m, int64_t tile, const float* x, int64_t ldx, const QRows& q, int64_t row0, int64_t rows, float* out, int64_t ldo) const {
-  if (wants_codes(m))
-    k_->gemm_q(m, tile, q, row0, rows, out, ldo);
-  else
-    k_->gemm_f(m, tile, x + row0 * ldx, ldx, rows, out, ldo);
+void Model::tile_rows(const Matrix& m, int64_t tile, int64_t tiles, const float* x, int64_t ldx, const QRows& q, int64_t row0, int64_t rows, float* out, int64_t ldo) const {
+  if (wants_codes(m)) return k_->gemm_q(m, tile, tiles, q, row0, rows, out, ldo);
+  for (int64_t t = 0; t < tiles; t++) k_->gemm_f(m, tile + t, x + row0 * ldx, ldx, rows, out + t * kTile, ldo);
 }
 
 void Model::gemm(const Linear& w, const float* x, int64_t ldx, const QRows& q, int64_t rows, float* out, int64_t ldo, Share share) {
@@ -111,11 +118,12 @@ void Model::gemm(const Linear& w, const float* x, int64_t ldx, const QRows& q, i
     bytes = std::max<int64_t>(bytes, m.tile_bytes);
   }
   const int64_t chunks = (rows + kRowChunk - 1) / kRowChunk;
-  const int64_t per = std::clamp<int64_t>(kItemBytes / (bytes * std::min<int64_t>(rows, 8)), 1, 16);
+  // Several rows take two tiles at a time.
+  const int64_t per = std::clamp<int64_t>(kItemBytes / (bytes * std::min<int64_t>(rows, 8)), rows > 1 ? 2 : 1, 16) & (rows > 1 ? ~1 : ~0);
   const int64_t spans = (tiles + per - 1) / per;
   pool_->run(spans * chunks, [&](int64_t item, int) {
     const int64_t row0 = item / spans * kRowChunk, n = std::min(kRowChunk, rows - row0), span = item % spans;
-    for (int64_t t = span * per; t < std::min(tiles, (span + 1) * per); t++) {
+    for (int64_t t = span * per, end = std::min(tiles, t + per), count; t < end; t += count) {
       int64_t tile = t, column = 0;
       const Matrix* m = nullptr;
       for (const auto& part : w.parts) {
@@ -124,21 +132,23 @@ void Model::gemm(const Linear& w, const float* x, int64_t ldx, const QRows& q, i
         tile -= part.tiles;
         column += part.n;
       }
-      const int64_t lanes = std::min<int64_t>(kTile, m->n - tile * kTile);
       column += tile * kTile;
+      const int64_t whole = m->n / kTile - tile;  // the last tile of a matrix may have fewer outputs
+      count = std::min(end - t, std::max<int64_t>(whole, 1));
+      const int64_t outputs = std::min(count * kTile, m->n - tile * kTile);
       float* target = out + row0 * ldo + column;
       QRows own = q;
-      own.ahead = ahead(share, item / spans * tiles + t, chunks * tiles);
-      if (lanes == kTile) {
-        tile_rows(*m, tile, x, ldx, own, row0, n, target, ldo);
+      own.ahead = ahead(share, item / spans * tiles + t, count, chunks * tiles);
+      if (whole > 0) {
+        tile_rows(*m, tile, count, x, ldx, own, row0, n, target, ldo);
       } else {
         float edge[kRowChunk * kTile];
-        tile_rows(*m, tile, x, ldx, own, row0, n, edge, kTile);
-        for (int64_t r = 0; r < n; r++) std::copy_n(edge + r * kTile, lanes, target + r * ldo);
+        tile_rows(*m, tile, 1, x, ldx, own, row0, n, edge, kTile);
+        for (int64_t r = 0; r < n; r++) std::copy_n(edge + r * kTile, outputs, target + r * ldo);
       }
       if (w.bias != nullptr)
         for (int64_t r = 0; r < n; r++)
-          for (int64_t i = 0; i < lanes; i++) target[r * ldo + i] += w.bias[column + i];
+          for (int64_t i = 0; i < outputs; i++) target[r * ldo + i] += w.bias[column + i];
     }
   });
 }
@@ -151,7 +161,7 @@ void Model::embed(const Batch& b) {
   });
 }
 
-void Model::attention(const Batch& b, const LayerWeights& l) {
+void Model::attention(const Batch& b, const LayerWeights& l, const QRows* codes) {
   const int64_t N = l.qkv.outputs(), O = (int64_t)l.heads * l.value_dim;
   const int64_t q_size = (int64_t)l.heads * l.head_dim, k_size = (int64_t)l.kv_heads * l.head_dim;
   const KvPool& kv = this->kv[l.slot];
@@ -247,6 +257,8 @@ void Model::attention(const Batch& b, const LayerWeights& l) {
       a.partial = partial_.data() + p.partial + (int64_t)a.head * p.rows * group * a.partial_stride + (segment - p.first_segment) * width;
     }
     k_->attention(kv, a, scratch_.data() + thread * kAttentionScratch);
+    if (codes == nullptr || p.partial >= 0) return;
+    for (int64_t r = 0; r < p.rows; r++) quantize_heads(p.row + r, a.head, l, *codes);
   });
   if (partials == 0) return;
   pool_->run((int64_t)parts.size() * l.kv_heads, [&](int64_t item, int) {
@@ -257,8 +269,15 @@ void Model::attention(const Batch& b, const LayerWeights& l) {
       const int64_t h = head * group + pair % group;
       k_->merge_segments(partial_.data() + p.partial + (head * p.rows * group + pair) * p.segments * width, width, p.segments, l.value_dim,
                          l.sinks == nullptr ? nullptr : l.sinks + h, att_.data() + (p.row + pair / group) * O + h * l.value_dim);
+      if (codes != nullptr && pair % group == group - 1) quantize_heads(p.row + pair / group, head, l, *codes);
     }
   });
+}
+
+// Of what attention made of a row: the heads that share KV head `head`. They fill whole groups.
+void Model::quantize_heads(int64_t row, int64_t head, const LayerWeights& l, const QRows& codes) const {
+  const int64_t size = (int64_t)l.heads / l.kv_heads * l.value_dim;
+  k_->quantize(att_.data() + row * l.heads * l.value_dim + head * size, size, codes.row(row) + head * size / kGroup);
 }
 
 std::vector<int64_t> Model::group_keys(const Batch& b, const LayerWeights& l, const KvPool& kv, const int32_t* tables) {
@@ -325,12 +344,10 @@ void Model::mlp(const LayerWeights& l, int64_t rows) {
     float gate_out[kRowChunk * kGroup], up_out[kRowChunk * kGroup];
     const int64_t width = std::min<int64_t>(kGroup, I - g * kGroup);
     QRows own = q;
-    for (int t = 0; t < 2 && 2 * g + t < gate.tiles; t++) {
-      own.ahead = ahead({0, kAfterGateUp}, 2 * item + t, 2 * groups * chunks);
-      tile_rows(gate, 2 * g + t, h_.data(), H, own, row0, n, gate_out + t * kTile, kGroup);
-      own.ahead = {};
-      tile_rows(up, 2 * g + t, h_.data(), H, own, row0, n, up_out + t * kTile, kGroup);
-    }
+    own.ahead = ahead({0, kAfterGateUp}, item, 1, groups * chunks);
+    const int64_t tiles = std::min<int64_t>(2, gate.tiles - 2 * g);
+    tile_rows(gate, 2 * g, tiles, h_.data(), H, own, row0, n, gate_out, kGroup);
+    tile_rows(up, 2 * g, tiles, h_.data(), H, q, row0, n, up_out, kGroup);
     if (l.gate_up.bias != nullptr)
       for (int64_t r = 0; r < n; r++)
         for (int64_t i = 0; i < width; i++) {
@@ -414,8 +431,8 @@ void Model::mixture(const LayerWeights& l, int64_t rows) {
     float a[kRowChunk * kTile], b[kRowChunk * kTile];
     for (int64_t row0 = start[x]; row0 < start[x + 1]; row0 += kRowChunk) {
       const int64_t n = std::min<int64_t>(kRowChunk, start[x + 1] - row0);
-      tile_rows(e.gate[x], t, gathered.data(), H, sorted, row0, n, a, kTile);
-      tile_rows(e.up[x], t, gathered.data(), H, sorted, row0, n, b, kTile);
+      tile_rows(e.gate[x], t, 1, gathered.data(), H, sorted, row0, n, a, kTile);
+      tile_rows(e.up[x], t, 1, gathered.data(), H, sorted, row0, n, b, kTile);
       for (int64_t r = 0; r < n; r++) {
         k_->gated(c_.activation, a + r * kTile, b + r * kTile, lanes);
         std::copy_n(a + r * kTile, lanes, ff_.data() + (row0 + r) * I + t * kTile);
@@ -429,7 +446,7 @@ void Model::mixture(const LayerWeights& l, int64_t rows) {
     float a[kRowChunk * kTile];
     for (int64_t row0 = start[x]; row0 < start[x + 1]; row0 += kRowChunk) {
       const int64_t n = std::min<int64_t>(kRowChunk, start[x + 1] - row0);
-      tile_rows(e.down[x], t, ff_.data(), I, f, row0, n, a, kTile);
+      tile_rows(e.down[x], t, 1, ff_.data(), I, f, row0, n, a, kTile);
       for (int64_t r = 0; r < n; r++) std::copy_n(a + r * kTile, lanes, moe_out_.data() + (row0 + r) * H + t * kTile);
     }
   });
@@ -461,11 +478,12 @@ void Model::step(const Batch& b) {
   fit(qkv_, rows * qkv);
   fit(att_, rows * att);
   embed(b);
-  // x += post_norm(tmp) (unless there is nothing to add yet), then h = norm(x), quantized if the next product wants codes.
-  const auto norm = [&](bool add, const float* post, const float* weight, bool codes) {
+  // x += post_norm(tmp) (unless there is nothing to add yet), then norm(x): as codes if a next product wants them, and in h if one
+  // wants numbers. Otherwise the numbers stay where the row's tmp was, which is in cache and free.
+  const auto norm = [&](bool add, const float* post, const float* weight, bool codes, bool numbers) {
     QRows q = qh_.view(codes ? rows : 0, H);
     each_row(rows, [&](int64_t r) {
-      float *x = x_.data() + r * H, *t = tmp_.data() + r * H, *h = h_.data() + r * H;
+      float *x = x_.data() + r * H, *t = tmp_.data() + r * H, *h = numbers ? h_.data() + r * H : t;
       if (add) {
         if (post != nullptr) k_->rms_norm(t, post, c_.norm_offset, H, c_.eps, t);
         const float scale = c_.residual_scale;
@@ -479,13 +497,17 @@ void Model::step(const Batch& b) {
   const float* pending_post = nullptr;
   for (size_t i = 0; i < layers.size(); i++) {
     const LayerWeights& l = layers[i];
-    const QRows q = norm(i > 0, pending_post, l.attention_norm, wants_codes(l.qkv));
+    const QRows q = norm(i > 0, pending_post, l.attention_norm, wants_codes(l.qkv), wants_numbers(l.qkv));
     const bool first = i == 0 || layers[i - 1].experts.count > 0;  // no MLP before it has brought anything
     if (first) foresee(b, l);
     gemm(l.qkv, h_.data(), H, q, rows, qkv_.data(), l.qkv.outputs(), {first ? 0 : kAfterDown, 1});
-    attention(b, l);
     const int64_t O = (int64_t)l.heads * l.value_dim;
-    if (i + 1 == layers.size()) {  // from here on only rows whose logits are wanted matter
+    const bool last = i + 1 == layers.size(), codes = wants_codes(l.out);
+    // Rounded where it is made if that is in whole groups; in the last layer, only what is still wanted afterwards.
+    const bool at_once = codes && !last && O / l.kv_heads % kGroup == 0;
+    QRows a = qa_.view(codes ? rows : 0, O);
+    attention(b, l, at_once ? &a : nullptr);
+    if (last) {  // from here on only rows whose logits are wanted matter
       for (int64_t r = 0; r < b.outputs; r++) {
         std::copy_n(x_.data() + b.output_rows[r] * H, H, h_.data() + r * H);
         std::copy_n(att_.data() + b.output_rows[r] * O, O, qkv_.data() + r * O);
@@ -497,11 +519,13 @@ void Model::step(const Batch& b) {
       std::copy_n(qkv_.data(), rows * O, att_.data());
       if (rows == 0) return;
     }
-    QRows a = qa_.view(wants_codes(l.out) ? rows : 0, O);
-    quantize_rows(att_.data(), O, O, rows, a, wants_codes(l.out));
+    quantize_rows(att_.data(), O, O, rows, a, codes && !at_once);
     gemm(l.out, att_.data(), O, a, rows, tmp_.data(), H);
     const bool moe = l.experts.count > 0;
-    norm(true, l.post_attention_norm, l.mlp_norm, moe ? wants_codes(l.experts.gate[0]) || wants_codes(l.experts.up[0]) : wants_codes(l.gate_up));
+    if (moe)
+      norm(true, l.post_attention_norm, l.mlp_norm, wants_codes(l.experts.gate[0]) || wants_codes(l.experts.up[0]), true);
+    else
+      norm(true, l.post_attention_norm, l.mlp_norm, wants_codes(l.gate_up), wants_numbers(l.gate_up));
     pieces_.clear();
     if (moe) {
       mixture(l, rows);
@@ -511,10 +535,10 @@ void Model::step(const Batch& b) {
     }
     pending_post = l.post_mlp_norm;
   }
-  norm(true, pending_post, final_norm, wants_codes(head));
+  norm(true, pending_post, final_norm, wants_codes(head), !wants_codes(head));
 }
 
-// The final hidden states of the last step's output rows [first, first + count) are still in h_ and its codes.
+// The final hidden states of the last step's output rows [first, first + count) are still in h_ or, as codes, in qh_.
 void Model::logits(int64_t first, int64_t count, float* out) {
   Linear last;
   last.parts = {head};

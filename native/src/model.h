@@ -98,15 +98,18 @@ class Model {
   struct Rows;
   // What earlier tokens left in the cache for a layer's attention, listed for the products before it to bring near.
   void foresee(const Batch& b, const LayerWeights& l);
-  // The part of it for tile `i` of `n` of a loop, which takes a share of what falls to each tile.
-  Ahead ahead(Share share, int64_t i, int64_t n) const;
+  // What of it falls to tiles [first, first + count) of a loop that has `of` of them and takes this share.
+  Ahead ahead(Share share, int64_t first, int64_t count, int64_t of) const;
   void gemm(const Linear& w, const float* x, int64_t ldx, const QRows& q, int64_t rows, float* out, int64_t ldo, Share share = {});
   void quantize_rows(const float* x, int64_t ld, int64_t k, int64_t rows, QRows& q, bool needed);
-  bool wants_codes(const Linear& w) const;
+  bool wants_codes(const Linear& w) const;    // of one of its matrices at least
+  bool wants_numbers(const Linear& w) const;
   bool wants_codes(const Matrix& m) const { return m.quantized() && !c_.exact_activations; }
-  void tile_rows(const Matrix& m, int64_t tile, const float* x, int64_t ldx, const QRows& q, int64_t row0, int64_t rows, float* out, int64_t ldo) const;
+  void tile_rows(const Matrix& m, int64_t tile, int64_t tiles, const float* x, int64_t ldx, const QRows& q, int64_t row0, int64_t rows, float* out, int64_t ldo) const;
   void embed(const Batch& b);
-  void attention(const Batch& b, const LayerWeights& l);
+  // `codes`: null, or where the result goes as codes too.
+  void attention(const Batch& b, const LayerWeights& l, const QRows* codes);
+  void quantize_heads(int64_t row, int64_t head, const LayerWeights& l, const QRows& codes) const;
   // Keys of the groups that the step writes to: gathered in `own_`, coded, and staged. Returns where each sequence's begin.
   std::vector<int64_t> group_keys(const Batch& b, const LayerWeights& l, const KvPool& kv, const int32_t* tables);
   void mlp(const LayerWeights& l, int64_t rows);

@@ -46,12 +46,13 @@ void products(const Kernels& k, int64_t outputs, int64_t inputs, int64_t rows) {
   m.data = data.data();
   const std::vector<float> x = normal(rows * inputs);
   std::vector<QGroup> codes(rows * m.groups);
-  const QRows q{rows, m.groups, codes.data()};
+  const QRows q{rows, m.groups, codes.data(), {}};
   for (int64_t r = 0; r < rows; r++) k.quantize(x.data() + r * inputs, inputs, q.row(r));
   std::vector<float> out(rows * outputs);
-  const double s = seconds((rows + chunk - 1) / chunk * m.tiles, [&](size_t i) {
-    const int64_t row = i / m.tiles * chunk, tile = i % m.tiles;
-    k.gemm_q(m, tile, q, row, std::min(chunk, rows - row), out.data() + row * outputs + tile * kTile, outputs);
+  const int64_t pairs = m.tiles / 2;
+  const double s = seconds((rows + chunk - 1) / chunk * pairs, [&](size_t i) {
+    const int64_t row = i / pairs * chunk, tile = i % pairs * 2;
+    k.gemm_q(m, tile, 2, q, row, std::min(chunk, rows - row), out.data() + row * outputs + tile * kTile, outputs);
   });
   std::printf("product %4ld x %4ld, %3ld rows: %.1f GOP/s\n", (long)inputs, (long)outputs, (long)rows, 2e-9 * rows * m.tiles * kTile * inputs / s);
 }
