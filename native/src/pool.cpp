@@ -140,7 +140,10 @@ bool Pool::pull_one() {
     while (Clock::now() < until) relax();
     if (active_.load(std::memory_order_seq_cst) == 0) return false;
     const std::unique_lock<std::mutex> lock(moving_, std::try_to_lock);  // or the worker is just about to move itself
-    if (lock && shares_[i].inside.load(std::memory_order_seq_cst) && cpu_ns(id) == before && move(id, this_core(), true)) return true;
+    if (lock && shares_[i].inside.load(std::memory_order_seq_cst) && cpu_ns(id) == before && move(id, this_core(), true)) {
+      pulled_.fetch_add(1, std::memory_order_relaxed);
+      return true;
+    }
   }
   return false;
 }
@@ -149,7 +152,7 @@ void Pool::leave_callers_core(int index) {
   const int core = this_core();
   if (!movable_ || core < 0 || core != caller_core_.load(std::memory_order_relaxed)) return;
   const std::lock_guard<std::mutex> lock(moving_);
-  move(shares_[index].id.load(std::memory_order_relaxed), core, false);
+  if (move(shares_[index].id.load(std::memory_order_relaxed), core, false)) left_.fetch_add(1, std::memory_order_relaxed);
 }
 
 void Pool::worker(int index) {

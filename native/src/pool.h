@@ -25,6 +25,9 @@ class Pool {
   Pool& operator=(const Pool&) = delete;
 
   int threads() const { return threads_; }
+  // How often a held-up worker was brought to the caller's core, and how often a worker went away from there, so far.
+  int64_t pulled() const { return pulled_.load(std::memory_order_relaxed); }
+  int64_t left() const { return left_.load(std::memory_order_relaxed); }
 
   // Run body(item, thread) for every item in [0, items). Returns when all are done. Not reentrant.
   template <class F>
@@ -74,6 +77,7 @@ class Pool {
   alignas(64) std::atomic<int> caller_core_{-1};
   std::atomic<bool> caller_sleeps_{false};
   std::condition_variable done_;
+  std::atomic<int64_t> pulled_{0}, left_{0};
 };
 
 }  // namespace headrace

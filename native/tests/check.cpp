@@ -2,6 +2,8 @@
 // every kernel set of this machine against the scalar one, whole models in random steps on many threads, the pool itself.
 // Prints what it ran; exits with 1 at the first difference.
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -9,7 +11,12 @@
 #include <limits>
 #include <memory>
 #include <random>
+#include <thread>
 #include <vector>
+
+#ifdef __linux__
+#include <sched.h>
+#endif
 
 #include "model.h"
 #include "pack.h"
@@ -99,17 +106,19 @@ void products(const Kernels& k, const Kernels& reference) {
     for (const int64_t width : {32, 256, 576, 300}) {
       if (f.scales >= Scales::kmin && width % 256 != 0) continue;
       const int64_t rows = between(1, 21);
-      const Made a = random_matrix(f, 32, width);
+      const int64_t tiles = between(1, 5);  // at once, two at a time or not
+      const Made a = random_matrix(f, tiles * kTile, width);
       const auto x = normals(rows * width);
       const int64_t groups = a.m.groups;
       std::vector<QGroup> q(rows * groups), expected_q(rows * groups);
-      const QRows qr{rows, groups, q.data()};
+      const QRows qr{rows, groups, q.data(), {}};
       for (int64_t r = 0; r < rows; r++) {
         k.quantize(x.data() + r * width, width, qr.row(r));
         reference.quantize(x.data() + r * width, width, expected_q.data() + r * groups);
       }
       if (std::memcmp(q.data(), expected_q.data(), q.size() * sizeof(QGroup)) != 0) fail("quantize", k.name, 0, 0);
-      std::vector<float> found(rows * kTile), expected(rows * kTile), alone(kTile);
+      std::vector<float> found(rows * kTile), expected(rows * kTile), alone(kTile), together(rows * tiles * kTile);
+      if (a.m.quantized()) k.gemm_q(a.m, 0, tiles, qr, 0, rows, together.data(), tiles * kTile);
       for (int64_t t = 0; t < a.m.tiles; t++) {
         for (const bool exact : {false, true}) {
           if (!exact && !a.m.quantized()) continue;
@@ -117,15 +126,17 @@ void products(const Kernels& k, const Kernels& reference) {
             k.gemm_f(a.m, t, x.data(), width, rows, found.data(), kTile);
             reference.gemm_f(a.m, t, x.data(), width, rows, expected.data(), kTile);
           } else {
-            k.gemm_q(a.m, t, qr, 0, rows, found.data(), kTile);
-            reference.gemm_q(a.m, t, qr, 0, rows, expected.data(), kTile);
+            k.gemm_q(a.m, t, 1, qr, 0, rows, found.data(), kTile);
+            reference.gemm_q(a.m, t, 1, qr, 0, rows, expected.data(), kTile);
           }
           same("product", k.name, found.data(), expected.data(), found.size());
           const int64_t r = between(0, rows - 1);
           if (exact)
             k.gemm_f(a.m, t, x.data() + r * width, width, 1, alone.data(), kTile);
           else
-            k.gemm_q(a.m, t, qr, r, 1, alone.data(), kTile);
+            k.gemm_q(a.m, t, 1, qr, r, 1, alone.data(), kTile);
+          for (int64_t i = 0; !exact && i < rows; i++)
+            same("product of several tiles", k.name, together.data() + (i * tiles + t) * kTile, found.data() + i * kTile, kTile);
           same("product of one row", k.name, alone.data(), found.data() + r * kTile, kTile);
         }
       }
@@ -159,6 +170,125 @@ void row_operations(const Kernels& k, const Kernels& reference) {
   }
 }
 
+// One KV head's attention by its definition, in double, from what was stored in fp32.
+void attend_plainly(const AttentionItem& a, int head_dim, int value_dim, const std::vector<float>& keys, const std::vector<float>& values, std::vector<double>& out) {
+  out.assign(a.rows * a.group * value_dim, 0);
+  for (int i = 0; i < a.rows * a.group; i++) {
+    const int row = i / a.group, h = i % a.group;
+    const int64_t position = a.first_position + row, first = a.window > 0 ? std::max<int64_t>(0, position + 1 - a.window) : 0;
+    std::vector<double> weights;
+    double top = -std::numeric_limits<double>::infinity(), total = 0;
+    for (int64_t t = first; t <= position; t++) {
+      double s = 0;
+      for (int d = 0; d < head_dim; d++) s += (double)a.q[row * a.q_stride + h * head_dim + d] * keys[t * head_dim + d];
+      if (a.softcap > 0) s = a.softcap * std::tanh(s / a.softcap);
+      weights.push_back(s);
+      top = std::max(top, s);
+    }
+    for (double& w : weights) total += w = std::exp(w - top);
+    if (a.sinks != nullptr) total += std::exp((double)a.sinks[h] - top);
+    for (size_t t = 0; t < weights.size(); t++)
+      for (int d = 0; d < value_dim; d++) out[i * value_dim + d] += weights[t] / total * values[(first + t) * value_dim + d];
+  }
+}
+
+// The kernel itself: all cache types but u4 (whose own keys a model stages), dimensions, groups, windows, caps, sinks, and
+// contexts of several segments, whose parts are merged; the scalar set's bits, and with fp32 the definition.
+void attentions(const Kernels& k, const Kernels& reference) {
+  for (int round = 0; round < 60; round++) {
+    KvPool kv;
+    kv.type = (KvType)(round % 4);
+    kv.block_tokens = 16 * (int)between(1, 2);
+    kv.kv_heads = (int)between(1, 3);
+    kv.head_dim = 16 * (int)between(1, 9);
+    kv.value_dim = 16 * (int)between(1, 9);
+    if (round % 7 == 0) kv.head_dim = kv.value_dim = 64;
+    if (round == 30) kv.head_dim = 512;  // more than the copy of the queries holds
+    kv.block_stride = kv.block_bytes() + 64 * between(0, 3);
+    AttentionItem a;
+    a.group = (int)between(1, 5);
+    a.rows = (int)between(1, 16);
+    a.first_position = between(0, round % 3 == 0 ? 700 : 100);
+    a.window = round % 2 == 0 ? 0 : between(1, 600);
+    a.softcap = round % 5 == 0 ? 3.0f : 0.0f;
+    a.head = (int)between(0, kv.kv_heads - 1);
+    const int64_t tokens = a.first_position + a.rows, blocks = (tokens + kv.block_tokens - 1) / kv.block_tokens;
+    std::vector<int32_t> table(blocks);
+    for (int64_t i = 0; i < blocks; i++) table[i] = (int32_t)i;
+    std::shuffle(table.begin(), table.end(), rng);
+    a.table = table.data();
+    std::vector<uint8_t> pool(blocks * kv.block_stride, 0xff), other = pool;
+    std::vector<float> own_keys, own_values;
+    for (int64_t t = 0; t < tokens; t++) {
+      const auto key = normals(kv.kv_heads * kv.head_dim), value = normals(kv.kv_heads * kv.value_dim);
+      kv.base = pool.data();
+      k.store_kv(kv, table[t / kv.block_tokens], (int)(t % kv.block_tokens), key.data(), value.data());
+      kv.base = other.data();
+      reference.store_kv(kv, table[t / kv.block_tokens], (int)(t % kv.block_tokens), key.data(), value.data());
+      own_keys.insert(own_keys.end(), key.begin() + a.head * kv.head_dim, key.begin() + (a.head + 1) * kv.head_dim);
+      own_values.insert(own_values.end(), value.begin() + a.head * kv.value_dim, value.begin() + (a.head + 1) * kv.value_dim);
+    }
+    if (pool != other) fail("stored keys and values", k.name, 0, 0);
+    const auto q = normals(a.rows * a.group * kv.head_dim, 1.0f / std::sqrt((float)kv.head_dim)), sinks = normals(a.group);
+    a.q = q.data();
+    a.q_stride = a.group * kv.head_dim;
+    a.out_stride = a.group * kv.value_dim;
+    if (round % 4 >= 2) a.sinks = sinks.data();
+    const int64_t first = a.window > 0 ? std::max<int64_t>(0, a.first_position + 1 - a.window) / kSegment : 0;
+    const int64_t segments = (tokens - 1) / kSegment - first + 1, width = kv.value_dim + 16;
+    const int pairs = a.rows * a.group;
+    const auto whole = [&](const Kernels& set) {
+      std::vector<float> out(pairs * kv.value_dim), scratch(kAttentionScratch, std::nanf("")), partial(pairs * segments * width);
+      AttentionItem item = a;
+      item.out = out.data();
+      for (int64_t s = first; s < first + segments; s++) {
+        item.from = s * kSegment;
+        item.to = item.from + kSegment;
+        item.partial = segments > 1 ? partial.data() + (s - first) * width : nullptr;
+        item.partial_stride = segments * width;
+        set.attention(kv, item, scratch.data());
+      }
+      for (int i = 0; segments > 1 && i < pairs; i++)
+        set.merge_segments(partial.data() + i * segments * width, width, segments, kv.value_dim, a.sinks == nullptr ? nullptr : a.sinks + i % a.group,
+                           out.data() + i * kv.value_dim);
+      return out;
+    };
+    const auto found = whole(k), expected = whole(reference);
+    same("attention", k.name, found.data(), expected.data(), found.size());
+    if (kv.type != KvType::f32) continue;
+    std::vector<double> exact;
+    attend_plainly(a, kv.head_dim, kv.value_dim, own_keys, own_values, exact);
+    const std::vector<float> rounded(exact.begin(), exact.end());
+    near("attention against its definition", k.name, found.data(), rounded.data(), found.size(), 1e-4, 1e-5);
+  }
+  // More segments than a merge keeps factors of.
+  const int64_t segments = 80, width = 48;
+  auto partial = normals(segments * width);
+  for (int64_t s = 0; s < segments; s++) partial[s * width + 33] = 1.0f + std::fabs(partial[s * width + 33]);
+  std::vector<float> found(32), expected(32);
+  const float sink = 0.5f;
+  k.merge_segments(partial.data(), width, segments, 32, &sink, found.data());
+  reference.merge_segments(partial.data(), width, segments, 32, &sink, expected.data());
+  same("merge of many segments", k.name, found.data(), expected.data(), 32);
+}
+
+// What a network has beside plain layers.
+struct Traits {
+  const char* name;
+  Format first{Codes::u4, Scales::min, 0}, second{Codes::s8, Scales::plain, 0};  // of its matrices
+  bool exact_activations = false, softcap = false, sinks = false, bias = false, post_norms = false, interleaved = false;
+  int qk_norm = 0;  // 1: each head, 2: all heads together
+  Activation activation = Activation::silu;
+};
+const Traits kPlainly{"plain"};
+const Traits kTraits[] = {
+    {"fp16", {Codes::f16, Scales::none, 0}, {Codes::f16, Scales::none, 0}, false, true, false, true, false, false, 0, Activation::gelu_tanh},
+    {"bf16 and 8-bit", {Codes::bf16, Scales::none, 0}, {Codes::s8, Scales::plain, 0}, false, false, true, false, true, true, 1, Activation::relu2},
+    {"fp32", {Codes::f32, Scales::none, 0}, {Codes::f32, Scales::none, 0}, false, true, true, true, true, false, 2, Activation::gelu},
+    {"exact activations", {Codes::u4, Scales::min, 0}, {Codes::u5, Scales::plain, 16}, true, false, false, true, false, true, 1, Activation::relu},
+    {"capped, with sinks and norms", {Codes::u5, Scales::min, 0}, {Codes::s8, Scales::plain, 0}, false, true, true, true, true, true, 2, Activation::silu},
+};
+
 // A small random model, its weights and its cache.
 struct Network {
   std::vector<std::unique_ptr<Made>> matrices;
@@ -177,14 +307,17 @@ struct Network {
     vectors.push_back(normals(n));
     return vectors.back().data();
   }
-  Network(const Kernels* k, int threads, KvType kv, bool experts, unsigned seed) {
+  Network(const Kernels* k, int threads, KvType kv, bool experts, unsigned seed, const Traits& traits = kPlainly) {
     rng.seed(seed);
     bell.reset();  // it keeps every second value
     ModelConfig c;
     c.hidden = hidden;
     c.vocab = vocab;
+    c.exact_activations = traits.exact_activations;
+    c.activation = traits.activation;
+    if (traits.softcap) c.logit_softcap = 5;
     model = std::make_unique<Model>(c, k, std::make_shared<Pool>(threads));
-    const Format four{Codes::u4, Scales::min, 0}, eight{Codes::s8, Scales::plain, 0}, plain{Codes::f32, Scales::none, 0};
+    const Format four = traits.first, eight = traits.second, plain{Codes::f32, Scales::none, 0};
     for (int i = 0; i < 2; i++) {
       LayerWeights l;
       l.heads = 4;
@@ -197,6 +330,24 @@ struct Network {
       l.slot = i;
       l.qkv.parts = {matrix(four, 128, hidden), matrix(four, 64, hidden), matrix(eight, 64, hidden)};
       l.out.parts = {matrix(four, hidden, 128)};
+      l.rope_interleaved = traits.interleaved;
+      if (traits.softcap) l.softcap = 2;
+      if (traits.sinks) l.sinks = vector(4);
+      if (traits.qk_norm > 0) {
+        l.full_qk_norm = traits.qk_norm == 2;
+        l.q_norm = vector(l.full_qk_norm ? 128 : head_dim);
+        l.k_norm = vector(l.full_qk_norm ? 64 : head_dim);
+      }
+      if (traits.bias) {
+        l.qkv.bias = vector(256);
+        l.out.bias = vector(hidden);
+        l.gate_up.bias = vector(200);
+        l.down.bias = vector(hidden);
+      }
+      if (traits.post_norms) {
+        l.post_attention_norm = vector(hidden);
+        l.post_mlp_norm = vector(hidden);
+      }
       l.attention_norm = vector(hidden);
       l.mlp_norm = vector(hidden);
       if (experts && i == 1) {
@@ -283,7 +434,7 @@ struct Network {
 };
 
 // Random chunks of random sequences on several threads give the bits that each sequence gives alone, whole, on one thread.
-void steps(const Kernels* k, KvType kv, bool experts, int64_t longest) {
+void steps(const Kernels* k, KvType kv, bool experts, int64_t longest, const Traits& traits = kPlainly) {
   const std::vector<int64_t> lengths{1, 17, 70, longest};
   std::vector<std::vector<int32_t>> tokens, tables;
   std::vector<std::vector<float>> expected;
@@ -297,11 +448,16 @@ void steps(const Kernels* k, KvType kv, bool experts, int64_t longest) {
     tables.emplace_back(order.begin() + s * 75, order.begin() + (s + 1) * 75);
   }
   {
-    Network alone(k, 1, kv, experts, 9);
-    for (size_t s = 0; s < lengths.size(); s++) expected.push_back(alone.step({{(int)s, 0, tokens[s]}}, tables));
+    Network alone(k, 1, kv, experts, 9, traits), scalar(kernels_scalar(), 1, kv, experts, 9, traits);
+    for (size_t s = 0; s < lengths.size(); s++) {
+      expected.push_back(alone.step({{(int)s, 0, tokens[s]}}, tables));
+      if (k == kernels_scalar() || lengths[s] > 100) continue;
+      const auto plain = scalar.step({{(int)s, 0, tokens[s]}}, tables);
+      same(traits.name, k->name, expected.back().data(), plain.data(), plain.size());
+    }
   }
   for (const int threads : {1, 2, 5}) {
-    Network n(k, threads, kv, experts, 9);
+    Network n(k, threads, kv, experts, 9, traits);
     std::vector<int64_t> done(lengths.size(), 0);
     for (bool open = true; open;) {
       std::vector<Network::Chunk> chunks;
@@ -346,6 +502,64 @@ void pools() {
     }
   }
 }
+
+#ifdef __linux__
+// Neighbours that want the core on which a worker holds an item: the caller must fetch the worker over to its own core, where it
+// goes on, and it must go away from there afterwards; it may run where it was allowed to before. Waits as long as it takes, to 60 s.
+void held_up_workers() {
+  cpu_set_t before, allowed;
+  CPU_ZERO(&allowed);
+  sched_getaffinity(0, sizeof(before), &before);
+  if (CPU_COUNT(&before) < 2 || std::thread::hardware_concurrency() < 2) {
+    std::printf("one CPU: moving held-up workers not checked\n");
+    return;
+  }
+  Pool pool(2);
+  std::atomic<int> core{-1};
+  std::atomic<bool> stop{false};
+  std::vector<std::thread> neighbours;
+  for (int i = 0; i < 3; i++)
+    neighbours.emplace_back([&] {
+      for (int here = -1; !stop.load();) {
+        const int there = core.load();
+        if (there == here) continue;
+        cpu_set_t set;
+        CPU_ZERO(&set);
+        CPU_SET(there, &set);
+        if (sched_setaffinity(0, sizeof(set), &set) == 0) here = there;
+      }
+    });
+  const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  const auto late = [&] { return std::chrono::steady_clock::now() > limit; };
+  bool moved = false;
+  while (!(moved && pool.left() > 0) && !late()) {
+    std::atomic<bool> begun{false};
+    pool.run(2, [&](int64_t, int thread) {
+      if (thread == 0) {  // the caller's own item lasts until the worker has one, or it would take both
+        for (int spins = 0; !begun.load() && spins < 10000000; spins++) continue;
+        return;
+      }
+      const int64_t pulled = pool.pulled();
+      const int from = sched_getcpu();
+      core.store(from);
+      begun.store(true);
+      while (!late() && !(pool.pulled() > pulled && sched_getcpu() != from)) continue;
+      moved = !late();
+    });
+  }
+  stop.store(true);
+  for (auto& n : neighbours) n.join();
+  if (!moved) fail("held-up workers fetched", "", (double)pool.pulled(), 1);
+  if (pool.left() == 0) fail("workers that left the caller's core", "", 0, 1);
+  for (bool seen = false; !seen && !late();)
+    pool.run(64, [&](int64_t, int thread) {
+      if (thread == 1) seen = sched_getaffinity(0, sizeof(allowed), &allowed) == 0;
+    });
+  if (!CPU_EQUAL(&before, &allowed)) fail("CPUs that a worker may use", "", CPU_COUNT(&allowed), CPU_COUNT(&before));
+}
+#else
+void held_up_workers() {}
+#endif
 
 void packing() {
   Pool pool(3);
@@ -396,15 +610,21 @@ void sampling(const Kernels& k) {
 int main(int argc, char** argv) {
   const bool brief = argc > 1 && std::strcmp(argv[1], "--brief") == 0;  // for emulators and sanitizers
   pools();
+  held_up_workers();
   packing();
   for (const Kernels* k : kernel_sets()) {
     products(*k, *kernels_scalar());
     row_operations(*k, *kernels_scalar());
+    attentions(*k, *kernels_scalar());
     sampling(*k);
     const bool slow = k == kernels_scalar();
     for (const KvType kv : {KvType::f16, KvType::f32, KvType::s8, KvType::e4m3, KvType::u4})
       for (const bool experts : {false, true}) steps(k, kv, experts, brief || slow ? 560 : 1190);
-    std::printf("%s: products, row operations, sampling and steps agree\n", k->name);
+    for (const Traits& traits : kTraits) {
+      const KvType kv = (KvType)((&traits - kTraits) % 5);
+      steps(k, kv, true, 560, traits);
+    }
+    std::printf("%s: products, row operations, attention, sampling and steps agree\n", k->name);
   }
   return 0;
 }
