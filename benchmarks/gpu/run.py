@@ -1,8 +1,8 @@
 """Run the GPU comparison's requests on Headrace's engine in this process: `run.py MODEL [FIELD=VALUE …] [part …]`; one JSON line
 a result. `FIELD=VALUE` sets a field of `EngineConfig`, say weights=fp8_channel kv=fp8.
 
-Parts: mixed single ttft uniform prefix (default: all), stall, host, submit, profile, steps; after `round` other prompts are
-drawn. Token ids in and out, greedy, EOS ignored. Beside a result stands what the planner predicts for it (`planned`: value,
+Parts: mixed single ttft uniform prefix (default: all), stall, loops, host, submit, profile, steps; after `round` other prompts
+are drawn. Token ids in and out, greedy, EOS ignored. Beside a result stands what the planner predicts for it (`planned`: value,
 low, high), where it can.
 """
 
@@ -24,6 +24,17 @@ from headrace.control.request import Request, Sampling
 from headrace.engine.inprocess import InProcessEngine
 from headrace.engine.launch import launch
 from headrace.spec.config import EngineConfig
+
+LOOPS = (
+    # prompt, answer, in flight, rounds
+    (128, 128, 1, 10),
+    (4096, 64, 1, 8),
+    (16384, 32, 1, 5),
+    (1024, 128, 8, 10),
+    (512, 128, 64, 10),
+    (4096, 128, 32, 3),
+    (256, 64, 256, 5),
+)
 
 
 def report(**fields) -> None:
@@ -148,6 +159,46 @@ class Bench:
         for name, seed in (("first", 2), ("again", 2), ("first", 3)):
             s = self.generate(prefix(seed=seed + self.salt))[0]
             report(step="prefix64", cache=name, s=round(s, 3), out_tok_s=round(64 * 128 / s, 1))
+
+    def loops(self) -> None:
+        """Closed loops: a number of unrelated requests of one length always in flight, each replaced as it ends, as public
+        benchmarks do it. Means over all requests: what the planner is calibrated on (`headrace plan refit`)."""
+        for place, (prompt, answer, in_flight, rounds) in enumerate(LOOPS):
+            total = in_flight * rounds
+            asks = [tuple(single(prompt, 40_000_000 + 1_000_000 * place + k + self.salt)) for k in range(total)]
+            arrived: queue.SimpleQueue = queue.SimpleQueue()
+            tag = uuid.uuid4().hex[:8]
+            stamps: dict[str, list[float]] = {}  # handed over, first token, last token
+
+            def submit(k: int, asks=asks, tag=tag, stamps=stamps, arrived=arrived, answer=answer) -> None:
+                sampling = Sampling(max_tokens=answer, temperature=0.0, ignore_eos=True)
+                request = Request(request_id=f"{tag}-{k}", prompt_token_ids=asks[k], sampling=sampling)
+                stamps[request.request_id] = [time.perf_counter()]
+                self.engine.submit(request, arrived.put)
+
+            begin = time.perf_counter()
+            for k in range(in_flight):
+                submit(k)
+            sent, left = in_flight, total
+            while left:
+                output = arrived.get()
+                of = stamps[output.request_id]
+                if output.token_ids:
+                    of[1:] = [*of[1:2], time.perf_counter()] if len(of) > 1 else [time.perf_counter()] * 2
+                if output.finish is not None:
+                    assert output.finish.error is None, output.finish.error
+                    left -= 1
+                    if sent < total:
+                        submit(sent)
+                        sent += 1
+            seconds = time.perf_counter() - begin
+            report(
+                step="loop", isl=prompt, osl=answer, concurrency=in_flight, requests=total, s=round(seconds, 3),
+                ttft_ms=round(1e3 * statistics.mean(b - a for a, b, _ in stamps.values()), 3),
+                tpot_ms=round(1e3 * statistics.mean((c - b) / (answer - 1) for _, b, c in stamps.values()), 4),
+                out_tok_s=round(total * answer / seconds, 1),
+                planned=planned(self.config, prompt, answer, in_flight),
+            )  # fmt: skip
 
     def round(self) -> None:
         self.salt += 10_000_000
