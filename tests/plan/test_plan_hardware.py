@@ -96,6 +96,13 @@ def test_absent_units_say_why():
         ("NVIDIA GeForce RTX 4090", "rtx-4090-24"),
         ("8xH200", "h200-sxm-141"),
         ("NVIDIA GB200", "gb200-192"),
+        ("h100x8", "h100-sxm-80"),
+        ("RTX 4090 x2", "rtx-4090-24"),
+        ("RTX4090", "rtx-4090-24"),
+        ("GeForce RTX 3090", "rtx-3090-24"),
+        ("H100-80GB (79.18 gib)", "h100-sxm-80"),
+        ("AMD Instinct MI300X OAM", "mi300x-192"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000-96"),
     ],
 )
 def test_spellings(spelling, gpu_id):

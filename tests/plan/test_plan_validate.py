@@ -115,12 +115,46 @@ def test_unknown_models_are_listed_not_counted(points):
 
 def test_a_file_without_a_column_is_refused(tmp_path):
     broken = tmp_path / "broken.csv"
-    broken.write_text("id,kind\n1,perf\n")
+    broken.write_text("id,kind,gpu\n1,perf,H100\n")
     with pytest.raises(InvalidInput) as caught:
         read_points(broken)
-    assert caught.value.field == "quality"
+    assert caught.value.field == "model"
     with pytest.raises(InvalidInput, match="cannot read"):
         read_points(tmp_path / "nowhere.csv")
+
+
+@pytest.mark.parametrize("form", ["crlf", "bom", "order", "extra", "semicolons", "tabs", "capitals", "breaks"])
+def test_how_a_file_is_written_does_not_matter(tmp_path, points, form):
+    rows = list(csv.DictReader(POINTS.read_text(encoding="utf-8").splitlines()))
+    columns = list(rows[0])
+    if form == "order":
+        random.Random(1).shuffle(columns)
+    if form == "extra":
+        columns = ["remark", *columns, "zone"]
+        rows = [{**row, "remark": 'several\nlines, and "quotes"', "zone": "a"} for row in rows]
+    if form == "breaks":
+        rows = [{**row, "comment": "a\u2028b\x0cc\nd"} for row in rows]
+    path = tmp_path / "points.csv"
+    with path.open("w", encoding="utf-8-sig" if form == "bom" else "utf-8", newline="") as file:
+        writer = csv.DictWriter(
+            file,
+            columns,
+            lineterminator="\r\n" if form == "crlf" else "\n",
+            delimiter={"semicolons": ";", "tabs": "\t"}.get(form, ","),
+        )
+        writer.writerow({name: f" {name.upper()}" if form == "capitals" else name for name in columns})
+        writer.writerows(rows)
+    assert read_points(path) == points
+
+
+def test_columns_that_are_not_there_are_empty_cells(tmp_path):
+    path = tmp_path / "points.csv"
+    path.write_text("model,gpu,kind,fits\nllama-3.1-8b,H100,memory,yes\nllama-3.1-8b,abacus,memory,yes\nllama-9,H100\n")
+    first, second, third = read_points(path)
+    assert (first.id, first.inputs.engine, first.inputs.n_gpus, first.answers.fits) == ("row 2", "vllm", 1, True)
+    scored = validate([first, second, third])
+    assert (scored["memory"]["n"], scored["memory"]["answered"], scored["memory"]["wrong_fit"]) == (1, 1, 0)
+    assert (scored["unknown_models"], scored["unknown_gpus"]) == (["llama-9"], ["abacus"])
 
 
 def test_the_fit_uses_the_efficiencies_that_predictions_use():

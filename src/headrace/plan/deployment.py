@@ -216,7 +216,16 @@ def _check_divisible(spec: ModelSpec, layout: Layout) -> None:
         raise InvalidInput(f"pp {layout.pp} exceeds the {len(spec.layers)} layers", field="pp")
 
 
-_NAMED = re.compile(r"[-_ .](fp8|nvfp4|fp4|awq|gptq|int4|w4a16|w8a8|int8)\b", re.IGNORECASE)
+_NAMED = (
+    (r"gptq[-_ ]?int8", "int8_g128"),
+    (r"int8|w8a8|w8a16", "int8"),
+    (r"awq", "int4_g128_asym"),
+    (r"gptq|int4|w4a16", "int4_g128"),
+    (r"bnb[-_ ]4bit|nf4", "nf4"),
+    (r"mxfp4", "mxfp4"),
+    (r"nvfp4|fp4", "nvfp4"),
+)
+"""Weight formats by how names of published checkpoints say them; FP8 apart, whose scales depend on the publisher."""
 
 _WEIGHTS = {
     "fp8 col": "fp8_channel",
@@ -238,15 +247,13 @@ _WEIGHTS = {
 
 def _named_weights(asked: str) -> str:
     """The weight format that a checkpoint's own name states (`…-FP8`, `…-AWQ`), or nothing."""
-    found = _NAMED.search(asked)
-    if found is None:
+    name = asked.lower()
+    for pattern, stored in _NAMED:
+        if re.search(rf"[-_ .](?:{pattern})\b", name):
+            return stored
+    if not re.search(r"[-_ .]fp8\b", name):
         return ""
-    name = found[1].lower()
-    if name == "fp8":
-        return "fp8_block128" if asked.lower().startswith(("qwen/", "zai-org/", "deepseek-ai/")) else "fp8_channel"
-    return {"w4a16": "int4_g128", "gptq": "int4_g128", "int4": "int4_g128", "awq": "int4_g128_asym"}.get(
-        name, {"w8a8": "int8", "int8": "int8"}.get(name, "nvfp4")
-    )
+    return "fp8_block128" if name.startswith(("qwen/", "zai-org/", "deepseek-ai/")) else "fp8_channel"
 
 
 def _weights(name: str, model: Model, asked: str) -> tuple[str, tuple[tuple[str, str], ...]]:

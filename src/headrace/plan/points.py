@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,8 @@ from headrace.plan.deployment import Inputs
 from headrace.spec import hardware, models
 from headrace.spec.model import LatentAttention, MoE
 
+REQUIRED_COLUMNS = ("kind", "model", "gpu")
+"""Columns that a file must have; the cells of others are empty where the file has no such column."""
 INPUT_COLUMNS = (
     "id",
     "kind",
@@ -88,20 +91,26 @@ class Point(msgspec.Struct, frozen=True):
 
 
 def read_points(path: Path) -> list[Point]:
-    """All points of a file; `InvalidInput` names a missing column. A cell that cannot be read spoils only its row."""
+    """All points of a file; `InvalidInput` names a missing column. A cell that cannot be read spoils only its row.
+
+    Columns may stand in any order and between others, separated by commas, semicolons or tabs.
+    """
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise InvalidInput(f"cannot read {path}: {error.strerror}", field="points") from error
     except UnicodeDecodeError as error:
         raise InvalidInput(f"{path.name} is not UTF-8 text: {error.reason}", field="points") from None
-    rows = csv.DictReader(text.splitlines())
-    missing = [name for name in INPUT_COLUMNS if name not in (rows.fieldnames or ())]
+    head = text.lstrip("\r\n").partition("\n")[0]
+    rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=head.count))
+    rows.fieldnames = [name.strip().lower() for name in rows.fieldnames or ()]
+    missing = [name for name in REQUIRED_COLUMNS if name not in rows.fieldnames]
     if missing:
         raise InvalidInput(f"{path.name} has no column {missing[0]!r}", field=missing[0])
     points = []
-    for row in rows:
-        given = {name: (row[name] or "").strip() for name in INPUT_COLUMNS}
+    for number, row in enumerate(rows, start=2):
+        given = {name: (row.get(name) or "").strip() for name in INPUT_COLUMNS}
+        given["id"] = given["id"] or f"row {number}"
         measured = {name: (row.get(name) or "").strip() for name in ANSWER_COLUMNS}
         points.append(_point(given, measured))
     return points

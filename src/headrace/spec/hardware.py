@@ -213,7 +213,7 @@ def catalog() -> dict[str, Gpu]:
 
 
 _SAYS_NOTHING = re.compile(
-    r"^\d+ *x *(?=[a-z])|\b(?:nvidia|amd|instinct|geforce|hbm\d?e?)\b|(?<=sxm)\d\b|(?<=\d) *gb\b"
+    r"^\d+ *x *(?=[a-z])|(?<=\d) *x *\d{1,2}$|\b(?:nvidia|amd|instinct|geforce|oam|hbm\d?e?)\b|(?<=sxm)\d\b|(?<=\d) *gb\b"
 )
 """What drivers and people write around a card's name: a count, the maker, the kind of memory, the socket's version, the unit."""
 
@@ -253,13 +253,13 @@ def find(name: str) -> Gpu:
 
 def _stated_memory(name: str) -> tuple[str, tuple[float, ...]]:
     """Split off a stated size: the bare name, and the byte counts that the size may mean."""
-    match = re.search(r"[(\s]\s*([\d.]+)\s*(GiB|MiB|GB)\b[^)]*\)?\s*$", name)
+    match = re.search(r"[(\s]\s*([\d.]+)\s*(GiB|MiB|GB)\b[^)]*\)?\s*$", name, re.IGNORECASE)
     bare = re.sub(r"\s*\([^)]*\)\s*$", "", name)
     if match is None:
         return bare, ()
-    number, unit = float(match[1]), match[2]
-    if unit == "MiB":
+    number, unit = float(match[1]), match[2].lower()
+    if unit == "mib":
         return name[: match.start()], (number * MIB,)
     if "(" not in name:
         return bare, ()
-    return bare, (number * GIB,) if unit == "GiB" else (number * GIB, number * GB)
+    return bare, (number * GIB,) if unit == "gib" else (number * GIB, number * GB)

@@ -84,13 +84,15 @@ def spellings(model: CatalogModel) -> Iterator[str]:
 
 _VARIANT = re.compile(
     r"[-_ .](fp8|fp4|nvfp4|mxfp4|bf16|fp16|int4|int8|awq|gptq|gguf|quantized|w8a8|w4a16|w8a16|dynamic|static|block|"
-    r"[48]bit|nf4|bnb|ptpc|per[-_]?(?:tensor|channel|token)|g\d+|kv|fp[48][-_]v\d|hf[-_]quant|preview|autoround|instruct|"
+    r"[48]bit|nf4|bnb|unsloth|qat|q\d_[\dk](?:_[sml])?|w[-_]mxfp4[-_]a[-_]fp8|gptq[-_]\db|ptpc|per[-_]?(?:tensor|channel|token)|g\d+|\d+g|kv|fp[48][-_]v\d|hf[-_]quant|preview|autoround|instruct|"
     r"it|chat|base|hf|thinking|\d{4})$|\s*\([^()]*\)$",
     re.IGNORECASE,
 )
 """Endings that name a precision, a tuning or a date, none of which changes the geometry."""
-_VERSION = re.compile(r"(?<=\d)_(?=\d)")
-"""Some hub ids write the point of a version so: `Llama-3_1`."""
+_VERSION = re.compile(r"(?<=\d)_(?=\d(?![\db.]))")
+"""Some hub ids write the point of a version so: `Llama-3_1`; a size that follows (`llama_3_1_8b`) is none."""
+_AROUND = re.compile(r"^(?:https?://(?:www\.)?huggingface\.co/|hf://)|(?:@[\w./-]+|:\w+|/+)$")
+"""What is written around a name and says where it is from: a hub's address, a revision, a tag, a last slash."""
 
 
 def known(name: str) -> CatalogModel | None:
@@ -99,8 +101,11 @@ def known(name: str) -> CatalogModel | None:
     An id or a hub id; case, punctuation and organisation do not matter, and endings such as `-FP8-dynamic`, `(FP8)` or
     `-Instruct-2507` are dropped one by one until something matches: they change the weights, not the geometry.
     """
+    name = _AROUND.sub("", name.strip())
     while True:
-        key = _index().get(fold(name)) or _index().get(fold(_VERSION.sub(".", name)))
+        spelt = _VERSION.sub(".", name)
+        tries = (name, spelt, re.sub(r"(?i)(?<=llama)[-_ ]?v(?=\d)", "-", spelt))
+        key = next((found for each in tries if (found := _index().get(fold(each)))), None)
         if key is not None:
             return catalog()[key]
         shorter = _VARIANT.sub("", name)
