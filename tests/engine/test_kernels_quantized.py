@@ -97,17 +97,21 @@ direct_only = pytest.mark.skipif(not (ON_GPU and has_gluon()), reason="Gluon ker
 @direct_only
 @pytest.mark.parametrize("name", DIRECT)
 @pytest.mark.parametrize(
-    ("rows", "config"),
+    ("rows", "inner", "config"),
     [
-        (1, GemmConfig(16, 128, 1, 4, 1, rows=1, direct=True)),
-        (1, GemmConfig(32, 128, 1, 2, 2, rows=1, direct=True, registers=128)),
-        (5, GemmConfig(16, 128, 1, 2, 2, rows=8, direct=True)),
-        (8, GemmConfig(16, 128, 1, 8, 1, rows=8, direct=True)),
+        (1, 1024, GemmConfig(16, 128, 1, 4, 1, rows=1, direct=True)),
+        (1, 1024, GemmConfig(32, 128, 1, 2, 2, rows=1, direct=True, registers=128)),
+        # Loops of a warp whose last eight groups are not all there.
+        (1, 896, GemmConfig(16, 128, 1, 1, 1, rows=1, direct=True)),
+        (1, 1792, GemmConfig(16, 128, 1, 1, 2, rows=1, direct=True)),
+        (1, 3584, GemmConfig(16, 128, 1, 1, 7, rows=1, direct=True)),
+        (5, 1024, GemmConfig(16, 128, 1, 2, 2, rows=8, direct=True)),
+        (8, 1024, GemmConfig(16, 128, 1, 8, 1, rows=8, direct=True)),
     ],
 )
-def test_codes_straight_to_registers(name, rows, config):
-    parts, w = packed_parts(name, (256, 128), 1024)
-    x = randn(rows, 1024, dtype=torch.bfloat16)
+def test_codes_straight_to_registers(name, rows, inner, config):
+    parts, w = packed_parts(name, (256, 128), inner)
+    x = randn(rows, inner, dtype=torch.bfloat16)
     out = torch.full((rows, 384), float("nan"), dtype=torch.bfloat16, device=DEVICE)
     work = GemmWorkspace(1 << 16, 64, DEVICE)
     quantized_gemm(x, repacked(parts), out, work, config)
@@ -119,8 +123,9 @@ def test_codes_straight_to_registers(name, rows, config):
 
 
 @direct_only
+@pytest.mark.parametrize("together", [True, False], ids=["eight", "one"])
 @pytest.mark.parametrize("name", DIRECT)
-def test_single_weights_straight_to_registers(name):
+def test_single_weights_straight_to_registers(name, together):
     """Of rows that are 1 at one input the products are the weights, from the smallest to the largest."""
     spread = torch.exp(randn(64, 512, dtype=torch.float32, seed=1) * 3)
     packed = form(name).quantize(randn(64, 512, dtype=torch.float32) * spread)
@@ -128,8 +133,10 @@ def test_single_weights_straight_to_registers(name):
     x = torch.zeros(8, 512, dtype=torch.bfloat16, device=DEVICE)
     x[range(8), inputs] = 1.0
     out = torch.empty(8, 64, dtype=torch.bfloat16, device=DEVICE)
-    config = GemmConfig(16, 128, 1, 2, 2, rows=8, direct=True)
-    quantized_gemm(x, repacked([packed]), out, GemmWorkspace(1 << 16, 64, DEVICE), config)
+    matrix, work = repacked([packed]), GemmWorkspace(1 << 16, 64, DEVICE)
+    config = GemmConfig(16, 128, 1, 2, 2, rows=8 if together else 1, direct=True)
+    for part in (slice(0, 8),) if together else (slice(i, i + 1) for i in range(8)):
+        quantized_gemm(x[part], matrix, out[part], work, config)
     wanted = w[:, inputs].T.double()
     # NF4's values are rounded to bf16 and their sums again.
     assert ((out.double() - wanted).abs() <= wanted.abs() * 2.0**-7 + 1e-30).all()

@@ -16,7 +16,7 @@ from headrace.engine.kernels.quantized import (
     NESTED,
     QuantMatrix,
 )
-from headrace.engine.kernels.unpack import FP8, INT4, INT8, MXFP4, NF4_CODES
+from headrace.engine.kernels.unpack import FP8, INT4, INT8, MXFP4, MXFP4_BITS, NF4_CODES
 from headrace.engine.quant.formats import Packed
 from headrace.spec.precision import Precision
 
@@ -91,6 +91,8 @@ def _codes(packed: Packed, kind: int) -> torch.Tensor:
     pair = (high, low) if kind == NF4_CODES.value else (low, high)
     chunk = CHUNK if columns % (2 * CHUNK) or packed.form.spec.group_size == 32 else 2 * CHUNK
     codes = torch.stack(pair, -1).view(rows, columns // chunk, 2, chunk // 2)
+    if kind == MXFP4.value:
+        return _mxfp4_bits(codes).transpose(0, 1).contiguous()
     return (codes[:, :, 0] | codes[:, :, 1] << 4).transpose(0, 1).contiguous()
 
 
@@ -100,3 +102,15 @@ def _zeros(packed: Packed) -> torch.Tensor:
     if packed.form.spec.zero_bits == 4:
         stored = torch.stack([stored & 15, stored >> 4], -1).view(-1)
     return stored.view(packed.rows, groups)
+
+
+def _mxfp4_bits(codes: torch.Tensor) -> torch.Tensor:
+    """Bytes [rows, chunks, chunk / 2] of codes [rows, chunks, 2, chunk / 2] as `headrace.engine.kernels.unpack` wants them."""
+    rows, chunks, _, width = codes.shape
+    # By half of a chunk, word, pair of a word, half of a word.
+    codes = codes.view(rows, chunks, 2, width // 4, 2, 2)
+    both = torch.zeros(rows, chunks, width // 4, 2, dtype=torch.int32, device=codes.device)
+    for i, (sign, size) in enumerate(MXFP4_BITS):
+        code = codes[:, :, i // 2, :, i % 2].int()
+        both |= code >> 3 << sign | (code & 7) << size
+    return torch.stack([both & 255, both >> 8], -1).to(torch.uint8).view(rows, chunks, width)

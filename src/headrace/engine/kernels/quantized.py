@@ -7,7 +7,8 @@ z · Σ x off a group's sum; Σ x comes from a product with ones.
 
 Layouts. Codes of 8 bits lie in rows as in their format. Those of 4 bits are permuted when a matrix is loaded: inputs in chunks,
 [inputs / chunk, outputs, chunk / 2 bytes], so that what a program reads at once is one run, and a byte holds a weight of the
-chunk's first half below one of its second, so that a tile's bytes are the two tiles of either half. Chunks are of 128
+chunk's first half below one of its second, so that a tile's bytes are the two tiles of either half (of MXFP4 four bytes hold
+four weights of either, bit by bit: `headrace.engine.kernels.unpack`). Chunks are of 128
 inputs, of 64 where a group is of 32 or the inputs are no multiple of 128. Scales lie by group, [groups, outputs].
 """
 
@@ -25,7 +26,7 @@ import triton.language as tl
 from headrace.engine.kernels.activation import ACTIVATIONS, act
 from headrace.engine.kernels.decode import arrived_last
 from headrace.engine.kernels.gemm import MAX_ROWS, Gained, GemmConfig, GemmWorkspace, prefetch, shrink_of
-from headrace.engine.kernels.unpack import INT4, MXFP4, NF4_CODES, lookup_words, unpacked, valued
+from headrace.engine.kernels.unpack import INT4, MXFP4, MXFP4_BITS, NF4_CODES, byte_words, unpacked, valued
 from headrace.engine.quant.tables import DYNAMIC, NF4
 
 log = logging.getLogger("headrace.engine")
@@ -38,6 +39,8 @@ BY_ROW, BY_PART, BY_GROUP, BY_EXPONENT, BY_NESTED = (tl.constexpr(i) for i in ra
 NESTED = tl.constexpr(256)
 DIRECT_ROWS = 8
 """Rows that `headrace.engine.kernels.streamed` takes at most: what the tensor cores' right operand holds."""
+NF4_BYTES = tl.constexpr(272)
+"""Where in `constants` the words begin that bytes of NF4 mean."""
 DIRECT_INPUTS = 128
 """Inputs that one of its warps takes at once."""
 
@@ -80,8 +83,17 @@ def _codes4(codes, row, inside, rows_total, chunk, BYTES: tl.constexpr, EVEN: tl
 @triton.jit
 def _plain4(codes, table, row, inside, rows_total, chunk, KIND: tl.constexpr, HALF: tl.constexpr, BYTES: tl.constexpr):
     """fp32 values [outputs, BYTES] of half a chunk."""
-    at = codes + (chunk.to(tl.int64) * rows_total + row[:, None]) * BYTES + tl.arange(0, BYTES)[None, :]
-    code = tl.load(at, inside[:, None], 0).to(tl.uint8, bitcast=True).to(tl.int32)
+    k = tl.arange(0, BYTES)[None, :]
+    at = codes + (chunk.to(tl.int64) * rows_total + row[:, None]) * BYTES
+    if KIND == MXFP4:
+        at += k // 4 * 4 + k % 2 * 2
+        low = tl.load(at, inside[:, None], 0).to(tl.uint8, bitcast=True).to(tl.int32)
+        both = low | tl.load(at + 1, inside[:, None], 0).to(tl.uint8, bitcast=True).to(tl.int32) << 8
+        second = k // 2 % 2 == 1
+        sign = tl.where(second, MXFP4_BITS[2 * HALF + 1][0], MXFP4_BITS[2 * HALF][0])
+        size = tl.where(second, MXFP4_BITS[2 * HALF + 1][1], MXFP4_BITS[2 * HALF][1])
+        return valued((both >> sign & 1) << 3 | both >> size & 7, table, KIND)
+    code = tl.load(at + k, inside[:, None], 0).to(tl.uint8, bitcast=True).to(tl.int32)
     return valued(code >> (4 * HALF) & 15, table, KIND)
 
 
@@ -384,14 +396,15 @@ def quantized_gemm(
         "num_warps": c.num_warps, **({"launch_pdl": True} if pdl else {}),
     }  # fmt: skip
     if c.direct:
-        from headrace.engine.kernels import streamed
+        from headrace.engine.kernels import single, streamed
 
         assert rows <= (c.rows or DIRECT_ROWS)
         assert source.dtype == torch.bfloat16
         assert (why := not_direct(w, columns, c)) is None, why
-        streamed.kernel[(tiles,)](
-            *tensors, *sizes, **flags, **streamed.layouts(c.num_warps, c.block_n), WARPS=c.num_warps,
-            STEPS=inner // (DIRECT_INPUTS * c.num_warps), DEPTH=c.stages, ONE=c.rows == 1,
+        way = single if c.rows == 1 else streamed
+        way.kernel[(tiles,)](
+            *tensors, *sizes, **flags, **way.layouts(c.num_warps, c.block_n), WARPS=c.num_warps,
+            STEPS=inner // (DIRECT_INPUTS * c.num_warps), DEPTH=c.stages,
             **({"maxnreg": c.registers} if c.registers else {}),
         )  # fmt: skip
         return
@@ -414,9 +427,8 @@ def bits_of(scales: torch.Tensor) -> torch.Tensor:
 
 @cache
 def constants(device: torch.device) -> torch.Tensor:
-    """The values of nested scales' codes, after them those of NF4's codes, and the bits of `lookup_words`."""
-    words = np.array(lookup_words(), dtype=np.uint32).view(np.float32)
-    return torch.from_numpy(np.concatenate([DYNAMIC, NF4, words])).to(device)
+    """The values of nested scales' codes, after them those of NF4's codes, and the bits of `byte_words`."""
+    return torch.cat([torch.from_numpy(np.concatenate([DYNAMIC, NF4])), byte_words()]).to(device)
 
 
 @triton.jit(do_not_specialize=["first", "second"])

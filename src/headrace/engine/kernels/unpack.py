@@ -1,11 +1,14 @@
 """Codes of quantized weights to bf16, a register of four bytes at a time; what no instruction set offers is made of bit moves.
 
-Each function takes bytes [..., n] and gives the values of n codes, scales left out. Of 4-bit codes a byte holds two: `HALF` 0
-asks for the low ones, 1 for the high ones.
+Each function takes bytes [..., n] and gives the values of n codes, scales left out. Of 4-bit codes four bytes hold two times four:
+`HALF` 0 asks for the first four, 1 for the others. INT4 and NF4 have the first in the bytes' low halves. Of MXFP4 the bits of
+codes 0 and 1, 2 and 3, and so on lie at the same places of a word's halves, and where they are moved by few instructions
+to where bf16 has them (`MXFP4_BITS`).
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -13,6 +16,8 @@ from headrace.engine.quant.tables import NF4
 
 INT4, MXFP4, NF4_CODES, INT8, FP8 = (tl.constexpr(i) for i in range(5))
 """Kinds of codes; those of 4 bits come first."""
+MXFP4_BITS = ((15, 6), (12, 3), (14, 0), (13, 9))
+"""Of four codes in half a word, where the sign is and where the three bits of the magnitude begin."""
 
 
 def _bf16_bytes() -> tuple[list[int], list[int]]:
@@ -64,19 +69,30 @@ def _int4(half: int) -> str:
     }}"""
 
 
-def _mxfp4(half: int) -> str:
-    # Sign to bit 15, exponent and mantissa to bits 6-8: a bf16 too small by 2^126, subnormals included.
-    lines = "".join(
-        f"prmt.b32 t, $2, 0, {selector}; shl.b32 s, t, {12 - 4 * half}; shl.b32 t, t, {6 - 4 * half}; "
-        f"and.b32 t, t, 0x01C001C0; lop3.b32 t, s, 0x80008000, t, 0xEA; fma.rn.bf16x2 {to}, t, grow, none;"
-        for selector, to in _PAIRS
-    )
+def _mxfp4(half: int, after: str) -> str:
+    # Sign to bit 15, exponent and mantissa to bits 6-8: a bf16 too small by 2^126, subnormals included. Multiplying moves
+    # left: that keeps work from the units that shift and choose bits.
+    lines = ""
+    for i, (sign, size) in enumerate(MXFP4_BITS[2 * half : 2 * half + 2]):
+        moved = "w" if size == 6 else "t"
+        if size != 6:
+            lines += "shr.b32 t, w, 3;" if size > 6 else f"mul.lo.u32 t, w, {1 << 6 - size};"
+        if sign - size == 9:
+            lines += f"and.b32 t, {moved}, 0x81C081C0;"
+        else:
+            lines += f"mul.lo.u32 s, w, {1 << 15 - sign}; and.b32 t, t, 0x01C001C0; lop3.b32 t, s, 0x80008000, t, 0xEA;"
+        lines += after.format(to=f"${i}", by=f"${3 + i}") if after else f"mov.b32 ${i}, t;"
     return f"""{{
-        .reg .b32 s, t, grow, none;
+        .reg .b32 w, s, t, grow, none;
+        mov.b32 w, $2;
         mov.b32 grow, 0x7E807E80;
         mov.b32 none, 0x80008000;
         {lines}
     }}"""
+
+
+_GROWN = "fma.rn.bf16x2 {to}, t, grow, none;"
+_SCALED = "fma.rn.bf16x2 t, t, grow, none; fma.rn.bf16x2 {to}, t, {by}, none;"
 
 
 def _int8() -> str:
@@ -94,12 +110,17 @@ def _int8() -> str:
 
 
 def _fp8_tiny() -> str:
-    # `_fp8` without its multiplication.
-    lines = "".join(
-        f"prmt.b32 s, $2, 0, {selector}; shr.b32 t, s, 4; and.b32 t, t, 0x07F007F0; lop3.b32 {to}, s, 0x80008000, t, 0xEA;"
-        for selector, to in (("0x1404", "$0"), ("0x3424", "$1"))
-    )
-    return f"{{ .reg .b32 s, t; {lines} }}"
+    # As `_fp8` without its multiplication, of bytes 0 and 2, then of 1 and 3, whose bits need not be brought together first.
+    return """{
+        .reg .b32 s, t;
+        shl.b32 s, $2, 8;
+        shl.b32 t, $2, 4;
+        and.b32 t, t, 0x07F007F0;
+        lop3.b32 $0, s, 0x80008000, t, 0xEA;
+        shr.b32 t, $2, 4;
+        and.b32 t, t, 0x07F007F0;
+        lop3.b32 $1, $2, 0x80008000, t, 0xEA;
+    }"""
 
 
 def _fp8() -> str:
@@ -131,56 +152,27 @@ def _shifted4(half: int) -> str:
     }}"""
 
 
-def _looked_up(tables: list[tuple[str, int]], inputs: int, signed: str, ends: str) -> str:
-    """Values of the eight codes of a word by byte permutations, whose selectors' nibbles are the codes themselves.
-
-    `tables`: of four codes the register to make, and the high word of eight bytes to choose from; the low words are
-    the operands from `inputs` on. Three bits of a code choose, `signed` does what the fourth asks for.
-    """
-    lines = ""
-    for i, (pick, take) in enumerate((("0x9D8C", "m"), ("0xBFAE", "n"))):
-        found = "".join(f"prmt.b32 {to}, ${inputs + 4 * j}, {high:#x}, {take};" for j, (to, high) in enumerate(tables))
-        lines += f"prmt.b32 f, w, v, {pick}; {found} {signed}"
-        lines += "".join(
-            f"prmt.b32 {'t' if ends else to}, lo, hi, {order};" + ends.format(to=to, by=by)
-            for to, by, order in ((f"${i}", f"${5 + i}", "0x6240"), (f"${2 + i}", f"${7 + i}", "0x7351"))
-        )
-    return f"""{{
-        .reg .b32 w, v, m, n, f, t, lo, hi, lo8, hi8, none;
-        mov.b32 w, $4;
-        mov.b32 none, 0x80008000;
-        shl.b32 v, w, 4;
-        and.b32 m, w, 0x77777777;
-        shr.b32 n, m, 16;
-        {lines}
-    }}"""
+def byte_words() -> torch.Tensor:
+    """The bits of 256 words as fp32: what the low code of a byte of NF4 means, as bf16, and above it what the high one means."""
+    values, byte = torch.from_numpy(NF4), torch.arange(256)
+    return torch.stack([values[byte & 15], values[byte >> 4]], 1).bfloat16().view(torch.float32).view(-1)
 
 
-def lookup_words() -> list[int]:
-    """Words of tables that `nf4_both` (four) and `mxfp4_both` (two) get in registers. As constants the compiler would move each
-    into a register again for every use."""
-    low, high = _bf16_bytes()
-    return [low[0], low[2], high[0], high[2], 0xC0800000, 0x3F3F3F00]
+def _looked_up(apart: bool) -> str:
+    found = "".join(f"prmt.b32 {r}, $4, 0, 0x444{i}; mad.lo.u32 {r}, {r}, 128, $5; " for i, r in enumerate("abcd"))
+    found += "".join(f"ld.shared.b32 {r if apart else f'${i}'}, [{r}]; " for i, r in enumerate("abcd"))
+    if apart:
+        found += "prmt.b32 $0, a, b, 0x5410; prmt.b32 $1, c, d, 0x5410; "
+        found += "prmt.b32 $2, a, b, 0x7632; prmt.b32 $3, c, d, 0x7632; "
+    return f"{{ .reg .u32 a, b, c, d; {found} }}"
 
 
-def _nf4_both() -> str:
-    low, high = _bf16_bytes()
-    tables = [("lo", low[1]), ("lo8", low[3]), ("hi", high[1]), ("hi8", high[3])]
-    choose = "lop3.b32 lo, f, lo8, lo, 0xCA; lop3.b32 hi, f, hi8, hi, 0xCA;"
-    return _looked_up(tables, 5, choose, "")
-
-
-def _mxfp4_both() -> str:
-    # 0, 0.5, 1, 1.5, 2, 3, 4, 6 as bf16; the sign goes to the highest bit of the high byte, the scale is multiplied.
-    tables = [("lo", 0xC0804000), ("hi", 0x40404040)]
-    return _looked_up(tables, 9, "lop3.b32 hi, f, 0x80808080, hi, 0xEA;", "fma.rn.bf16x2 {to}, t, {by}, none;")
-
-
+_LOOKED_UP, _LOOKED_UP_APART = tl.constexpr(_looked_up(False)), tl.constexpr(_looked_up(True))
 _SHIFTED4_0, _SHIFTED4_1 = tl.constexpr(_shifted4(0)), tl.constexpr(_shifted4(1))
-_NF4_BOTH, _MXFP4_BOTH = tl.constexpr(_nf4_both()), tl.constexpr(_mxfp4_both())
-_NF4_OPERANDS, _MXFP4_OPERANDS = (tl.constexpr("=&r,=&r,=&r,=&r" + ",r" * n) for n in (17, 13))
 _INT4_0, _INT4_1 = tl.constexpr(_int4(0)), tl.constexpr(_int4(1))
-_MXFP4_0, _MXFP4_1 = tl.constexpr(_mxfp4(0)), tl.constexpr(_mxfp4(1))
+_MXFP4_0, _MXFP4_1 = (tl.constexpr(_mxfp4(half, _GROWN)) for half in (0, 1))
+_MXFP4_TINY_0, _MXFP4_TINY_1 = (tl.constexpr(_mxfp4(half, "")) for half in (0, 1))
+_MXFP4_SCALED_0, _MXFP4_SCALED_1 = (tl.constexpr(_mxfp4(half, _SCALED)) for half in (0, 1))
 _NF4_0, _NF4_1 = tl.constexpr(_nf4(0)), tl.constexpr(_nf4(1))
 _INT8, _FP8, _FP8_TINY = tl.constexpr(_int8()), tl.constexpr(_fp8()), tl.constexpr(_fp8_tiny())
 
@@ -192,21 +184,33 @@ def _asm(packed, CODE: tl.constexpr):
 
 @triton.jit
 def fp8_tiny(packed):
-    """bf16 values of E4M3 bytes times 2^-120, subnormal numbers among them."""
+    """bf16 values of E4M3 bytes times 2^-120, subnormal numbers among them; of four bytes in the order 0, 2, 1, 3."""
     return _asm(packed, _FP8_TINY)
+
+
+@triton.jit
+def mxfp4_tiny(packed, HALF: tl.constexpr):
+    """bf16 values of MXFP4 bytes times 2^-126, subnormal numbers among them."""
+    return _asm(packed, _MXFP4_TINY_0 if HALF == 0 else _MXFP4_TINY_1)
 
 
 @triton.jit
 def enlarged(pairs):
     """Words of two bf16 values, each times 2^64."""
     return tl.inline_asm_elementwise(
-        "fma.rn.bf16x2 $0, $1, $2, $3;",
-        "=r,r,r,r",
-        [pairs, 0x5F805F80, -0x7FFF8000],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
+        "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [pairs, 0x5F805F80, -0x7FFF8000], dtype=tl.int32, is_pure=True, pack=1
+    )  # fmt: skip
+
+
+@triton.jit
+def enlarged_apart(pairs):
+    """Of words of two bf16 values the low ones and the high ones, each times 2^64."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t, grow, none; mov.b32 grow, 0x5F805F80; mov.b32 none, 0x80008000; "
+        "prmt.b32 t, $2, $3, 0x5410; fma.rn.bf16x2 $0, t, grow, none; "
+        "prmt.b32 t, $2, $3, 0x7632; fma.rn.bf16x2 $1, t, grow, none; }",
+        "=&r,=&r,r,r", [pairs], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -236,21 +240,63 @@ def shifted4(packed, less, HALF: tl.constexpr):
 
 
 @triton.jit
-def nf4_both(packed, a, b, c, d):
-    """bf16 values of the low codes of NF4 bytes, and of the high ones; a to d: `lookup_words`, int32 like `packed`."""
+def mxfp4_scaled(packed, by, HALF: tl.constexpr):
+    """bf16 values of MXFP4 bytes times `by`, bf16 like `packed`."""
+    return _asm2(packed, by, _MXFP4_SCALED_0 if HALF == 0 else _MXFP4_SCALED_1)
+
+
+@triton.jit
+def table_place(anything):
+    """Where in shared memory this kernel has room for a table of 256 words, each once in every bank: to be called once in it."""
     return tl.inline_asm_elementwise(
-        _NF4_BOTH, _NF4_OPERANDS, [packed, a, b, c, d], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True,
+        "{ .shared .align 128 .b8 values[32768]; mov.u32 $0, values; }", "=r,r", [anything], dtype=tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def table_filled(place, word):
+    """Store `word` four times at `place`."""
+    return tl.inline_asm_elementwise(
+        "st.shared.v4.b32 [$1], {$2, $2, $2, $2}; mov.u32 $0, 0;", "=r,r,r", [place, word], dtype=tl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def table_bank(place):
+    """Where the calling lane's copy begins. In order with `table_filled` and barriers, so that what reads from there is too."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .u32 l; mov.u32 l, %laneid; mad.lo.u32 $0, l, 4, $1; }", "=r,r", [place], dtype=tl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def looked_up(packed, table):
+    """Values of both codes of bytes, of the first two of four bytes and of the last two; `table` (int32 like `packed`) as of
+    `table_bank`, 128 bytes from word to word. bf16, the low code's value before the high one's."""
+    return tl.inline_asm_elementwise(
+        _LOOKED_UP, "=&r,=&r,=&r,=&r,r,r,r,r,r", [packed, table], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+    )
+
+
+@triton.jit
+def looked_up_apart(packed, table):
+    """The same, of the low codes and of the high ones."""
+    return tl.inline_asm_elementwise(
+        _LOOKED_UP_APART, "=&r,=&r,=&r,=&r,r,r,r,r,r", [packed, table], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True,
         pack=4,
     )  # fmt: skip
 
 
 @triton.jit
-def mxfp4_both(packed, by, by2, a, b):
-    """bf16 values of the low codes of MXFP4 bytes times `by`, and of the high ones times `by2`, both bf16; a and b: the last
-    `lookup_words`, int32; all like `packed`."""
+def spread(words, even, odd):
+    """Two words' bytes chosen by the selectors `even` and `odd`, from a word and from zero, as bf16."""
     return tl.inline_asm_elementwise(
-        _MXFP4_BOTH, _MXFP4_OPERANDS, [packed, by, by2, a, b], dtype=(tl.bfloat16, tl.bfloat16),
-        is_pure=True, pack=4,
+        "prmt.b32 $0, $4, 0, $6; prmt.b32 $1, $4, 0, $8; prmt.b32 $2, $5, 0, $6; prmt.b32 $3, $5, 0, $8;",
+        "=&r,=&r,=&r,=&r,r,r,r,r,r,r", [words, even, odd], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True, pack=2,
     )  # fmt: skip
 
 
