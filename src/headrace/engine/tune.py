@@ -11,7 +11,7 @@ import json
 import multiprocessing
 import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -159,8 +159,10 @@ def candidates(bucket: int, shape: Shape, sms: int, *, tma: bool) -> Iterator[Ge
 def quantized_candidates(bucket: int, shape: Shape, w: QuantMatrix, sms: int) -> Iterator[GemmConfig]:
     """The same for quantized weights, whose unpacking takes many warps."""
     if bucket <= DIRECT_ROWS and has_gluon():
-        for warps, ahead, registers in itertools.product((2, 4, 8, 16), (1, 2, 4, 7, 8), (0, 80, 128)):
-            found = GemmConfig(16, DIRECT_INPUTS, 1, warps, ahead, rows=bucket, direct=True, registers=registers)
+        narrow = [(16, *more) for more in itertools.product((2, 4, 8, 16), (1, 2, 4, 7, 8), (0, 80, 128))]
+        wide = [] if shape.pair else [(32, *more) for more in itertools.product((8, 16), (1, 2), (0,))]
+        for block_n, warps, ahead, registers in narrow + wide:
+            found = GemmConfig(block_n, DIRECT_INPUTS, 1, warps, ahead, rows=bucket, direct=True, registers=registers)
             crowded = ahead * (2 if shape.pair else 1) * (8 if w.kind <= NF4_CODES.value else 16) > 120
             if not_direct(w, shape.columns, found) is None and not crowded:
                 yield found
@@ -195,7 +197,10 @@ def measure_quantized(
     buckets: Sequence[int] = (1, 8, 16, 32, 64),
     dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, dict[str, int] | None]:
-    """The table's entries for products with weights of a format, the head left out, which stays as it is."""
+    """The table's entries for products with weights of a format, the head left out, which stays as it is.
+
+    As in `measure` the best few of each product alone are tried in a chain of layers.
+    """
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     entries: dict[str, dict[str, int] | None] = {}
     products = [s for s in wanted if s.role != "head"]
@@ -215,6 +220,7 @@ def measure_quantized(
     for bucket in buckets:
         ours = theirs = 0.0
         best: dict[Shape, GemmConfig] = {}
+        leading: dict[Shape, list[GemmConfig]] = {}
         for shape in products:
             bench = benches[shape]
             tried = [c for c in work[bucket, shape] if ((bucket, shape), c) in good]
@@ -231,8 +237,14 @@ def measure_quantized(
                 f"next {[(round(t, 1), astuple(tried[i])[:5]) for t, i in timed[1:4]]}"
             )
             ours, theirs = ours + us, theirs + other + _SEPARATE_KERNEL_US * (shape.norm + shape.pair)
+            leading[shape] = [tried[i] for _, i in timed[:_IN_CHAIN]]
             if timed:
                 best[shape] = tried[timed[0][1]]
+        if all(leading.values()):
+            chained, chosen = _chained(benches, leading, bucket, quantized_gemm)
+            if chosen:
+                report(f"{form.name} {bucket:3d} layer in a chain: {chained:.1f} us, {list(chosen.values())}")
+                best = chosen
         report(
             f"{form.name} {bucket:3d} layer: streamed {ours:.1f} us; otherwise, with separate kernels, {theirs:.1f} us"
         )
@@ -408,7 +420,9 @@ def measure(
             theirs += cublas + separate
             leading[shape] = [tried[i] for _, i in timed[:_IN_CHAIN]]
             benches[shape] = bench
-        ours, chosen = _chained(benches, leading) if all(leading.values()) else (float("inf"), {})
+        ours, chosen = float("inf"), {}
+        if all(leading.values()):
+            ours, chosen = _chained(benches, leading, _rows(bucket), fused_gemm)
         report(f"{bucket:3d} layer: fused, in a chain {ours:.1f} us; cuBLAS and separate kernels {theirs:.1f} us")
         if ours < theirs:
             for shape, config in chosen.items():
@@ -418,7 +432,10 @@ def measure(
 
 
 def _chained(
-    benches: dict[Shape, Bench], leading: dict[Shape, list[GemmConfig]]
+    benches: Mapping[Shape, Bench | QuantizedBench],
+    leading: dict[Shape, list[GemmConfig]],
+    rows: int,
+    multiply: Callable[..., None],
 ) -> tuple[float, dict[Shape, GemmConfig]]:
     """The best of each product's candidates beside the others' (one changed at a time), and the time of a layer of them.
 
@@ -428,24 +445,25 @@ def _chained(
     if len(roles) < len(benches) or set(roles) != {"qkv", "out", "up", "down"}:
         return float("inf"), {}  # layers of several kinds: no one chain stands for them
     qkv, out, up, down = (benches[roles[r]] for r in ("qkv", "out", "up", "down"))
-    x = out.out
+    projected, x, wide = (
+        torch.zeros(rows, b.shape.columns, dtype=b.norm.dtype, device=b.norm.device) for b in (qkv, out, up)
+    )
     hidden = Gained(torch.randn_like(x), torch.ones_like(out.squares), 64)
     between = Gained(torch.randn_like(x), torch.ones_like(out.squares), 64)
     layers = 12
 
     def launch(configs: dict[Shape, GemmConfig]) -> None:
-        def product(bench: Bench, source, target, i: int, **more) -> None:
+        def product(bench: Bench | QuantizedBench, source, target, i: int, **more) -> None:
             weight = bench.weights[i % len(bench.weights)]
-            fused_gemm(
+            multiply(
                 source, weight, target, bench.work, configs[bench.shape], eps=1e-5, pdl=bench.pdl, scale=1e-3, **more
             )
 
         for i in range(layers):
-            product(qkv, hidden, qkv.out, i)
-            attended = qkv.out[:, : out.shape.inner]
-            product(out, attended, x, i, residual=x, gain=out.norm, gained=between)
-            product(up, between, up.out, i, pair="silu")
-            product(down, up.out, x, i, residual=x, gain=down.norm, gained=hidden)
+            product(qkv, hidden, projected, i)
+            product(out, projected[:, : out.shape.inner], x, i, residual=x, gain=out.norm, gained=between)
+            product(up, between, wide, i, pair="silu")
+            product(down, wide, x, i, residual=x, gain=down.norm, gained=hidden)
 
     best = {shape: found[0] for shape, found in leading.items()}
     least = graph_us(lambda: launch(best), layers)

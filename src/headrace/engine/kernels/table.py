@@ -113,8 +113,8 @@ class GemmTable:
 def direct_guess(w: QuantMatrix, columns: int, *, pair: bool) -> GemmConfig | None:
     """A direct configuration for one row, where one fits: of what is tuned for 7B shapes on the H200."""
     for warps in (4, 8, 2, 1) if pair else (8, 4, 2, 1):
-        for ahead in (2, 1) if pair else (7, 6, 5, 4, 3, 2, 1):
-            found = GemmConfig(16, DIRECT_INPUTS, 1, warps, ahead, rows=1, direct=True, registers=0 if pair else 128)
+        for ahead in (2, 1):
+            found = GemmConfig(16, DIRECT_INPUTS, 1, warps, ahead, rows=1, direct=True)
             if not_direct(w, columns, found) is None:
                 return found
     return None
