@@ -44,6 +44,16 @@ def test_fit_is_the_planners_own(client):
     assert found["max_users"] == own.max_users
 
 
+@pytest.mark.parametrize(
+    "name", ["RedHatAI/Llama-3.1-8B-Instruct-FP8-dynamic", "unsloth/Llama-3.1-8B-Instruct-bnb-4bit"]
+)
+def test_a_checkpoint_that_names_its_format_is_planned_as_on_the_command_line(client, name):
+    found = client.get("/api/fit", params=QUERY | {"model": name}).json()["fit"]
+    assert found["weights_bytes"] == fit(Inputs(model=name, gpu="h100-sxm-80"), 8192).weights_bytes
+    plain = client.get("/api/fit", params=QUERY | {"model": name, "weights": "bf16"}).json()["fit"]
+    assert plain["weights_bytes"] > 1.5 * found["weights_bytes"]
+
+
 def test_perf_has_a_series(client):
     found = client.get("/api/perf", params=QUERY | {"concurrency": "8", "isl": "512", "osl": "128"}).json()
     loads = [s["load"] for s in found["series"]]

@@ -245,8 +245,10 @@ _WEIGHTS = {
 }
 
 
-def _named_weights(asked: str) -> str:
-    """The weight format that a checkpoint's own name states (`…-FP8`, `…-AWQ`), or nothing."""
+def named_weights(asked: str, spec: ModelSpec) -> str:
+    """The weight format that a checkpoint's own name states (`…-FP8`, `…-AWQ`) where the geometry's own is 16 bit, or nothing."""
+    if spec.checkpoint_precision not in ("bf16", "fp16"):
+        return ""
     name = asked.lower()
     for pattern, stored in _NAMED:
         if re.search(rf"[-_ .](?:{pattern})\b", name):
@@ -261,7 +263,7 @@ def _weights(name: str, model: Model, asked: str) -> tuple[str, tuple[tuple[str,
     spec = model.spec
     bare = re.sub(r"\s*\(.*\)\s*$", "", name.strip().lower())
     if bare in ("", "auto"):
-        bare = _named_weights(asked) if spec.checkpoint_precision in ("bf16", "fp16") else ""
+        bare = named_weights(asked, spec)
         if not bare:
             return spec.checkpoint_precision, ()
     chosen = precision(_WEIGHTS.get(bare, bare)).name

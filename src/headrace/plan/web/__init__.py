@@ -14,7 +14,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from headrace.base.errors import HeadraceError, InvalidInput
-from headrace.plan.deployment import Inputs, resolve
+from headrace.plan.deployment import Inputs, find_model, named_weights, resolve
 from headrace.plan.fit import fit_deployment, make_pool, rank_memory
 from headrace.plan.perf import LOADS, perf_deployment
 from headrace.spec import engine_facts, hardware, models
@@ -104,7 +104,10 @@ def _inputs(query: Mapping[str, str]) -> tuple[Inputs, int | None]:
     for required in ("model", "gpu"):
         if required not in values:
             raise InvalidInput(f"{required} is missing", field=required)
-    values["model"] = models.find(values["model"]).id
+    asked = values["model"]
+    values["model"] = models.find(asked).id
+    if values.get("weights", "auto") == "auto":
+        values["weights"] = named_weights(asked, find_model(values["model"]).spec) or "auto"
     if price := query.get("price"):
         try:
             values["gpu_price_usd_h"] = float(price)
