@@ -1,4 +1,5 @@
-"""Weight formats beside bf16 on one GPU: `quantized.py MODEL [--rounds N] [FORMAT …]`; one JSON line a measurement, then a table.
+"""Weight formats beside bf16 on one GPU: `quantized.py MODEL [--rounds N] [--batches N …] [FORMAT …]`; one JSON line a measurement,
+then a table.
 
 One process per format holds its engine; they are all started first and then take turns, a round each, so that the card's
 moods meet them alike. Weights are drawn (`load_format` dummy), ids are greedy, prompts are never repeated. A decode step is
@@ -26,7 +27,7 @@ def report(**fields) -> None:
     print("RES", json.dumps(fields), flush=True)
 
 
-def serve(pipe: Connection, model: str, weights: str, kv: str, seed: int) -> None:
+def serve(pipe: Connection, model: str, weights: str, kv: str, batches: list[int], seed: int) -> None:
     """Start an engine, then measure a round for every message."""
     from run import Bench
 
@@ -53,7 +54,7 @@ def serve(pipe: Connection, model: str, weights: str, kv: str, seed: int) -> Non
     )
     while pipe.recv():
         found = {}
-        for batch in BATCHES:
+        for batch in batches:
             first = seconds(batch, 64, 1)
             whole = [seconds(batch, 64, 1 + AFTER) for _ in range(3 if batch == 1 else 1)]
             found[f"step_ms_{batch}"] = round(1e3 * (statistics.median(whole) - first) / AFTER, 4)
@@ -70,6 +71,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=600.0, help="no round begins that would end later than this")
     parser.add_argument("--kv", default="bf16")
+    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
     given = parser.parse_args()
     begin, longest = time.monotonic(), 0.0
     context = multiprocessing.get_context("spawn")
@@ -78,7 +80,9 @@ def main() -> None:
     for i, name in enumerate(given.formats):
         pipes[name], theirs = context.Pipe()
         workers.append(
-            context.Process(target=serve, args=(theirs, given.model, name, given.kv, i * 100_000), daemon=True)
+            context.Process(
+                target=serve, args=(theirs, given.model, name, given.kv, given.batches, i * 100_000), daemon=True
+            )
         )
         workers[-1].start()
         theirs.close()
