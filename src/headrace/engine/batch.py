@@ -33,27 +33,94 @@ class Spans:
     block_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
 class Batch:
     """One step's chunks as arrays. Rows [tokens]: `token_ids`, `positions`, and per cache group `write_slots`.
 
-    Per chunk: `slots`, `starts`, `lengths`, `first_rows`. `tail_slots`: token slots behind the last written position of
-    blocks that were begun in this step, to be zeroed.
+    Per chunk: `slots`, `starts`, `lengths`, `first_rows`; `tables` per cache group. `tail_slots`: token slots behind the
+    last written position of blocks that were begun in this step, to be zeroed. Both kinds of token slots are computed when
+    they are first asked for, within the step.
     """
 
-    token_ids: Ints
-    positions: Ints
-    write_slots: list[Ints]
-    slots: Ints
-    starts: Ints
-    lengths: Ints
-    first_rows: Ints
-    tables: list[npt.NDArray[np.int32]]
-    block_tokens: int
-    tail_slots: Ints
+    __slots__ = (
+        "_of", "_replaced", "_row_slots", "_write_slots", "block_tokens", "first_rows", "lengths", "positions", "slots",
+        "starts", "tables", "token_ids",
+    )  # fmt: skip
+
+    def __init__(self, of: Slots, chunks: Sequence[Chunk], replaced: set[tuple[int, int, int]]) -> None:
+        """`replaced`: (group, slot, logical block) of blocks that are new in this step."""
+        count = len(chunks)
+        self.slots = slots = np.array([c.slot for c in chunks], np.int64)
+        self.starts = starts = np.array([c.start for c in chunks], np.int64)
+        lengths = [c.length for c in chunks]
+        self.lengths = np.array(lengths, np.int64)
+        if max(lengths) == 1:
+            self.first_rows, self.positions, row_slots = np.arange(count), starts, slots
+        else:
+            ends_at = np.cumsum(self.lengths)
+            self.first_rows = ends_at - self.lengths
+            owner = np.repeat(np.arange(count), self.lengths)
+            self.positions = np.arange(int(ends_at[-1])) - self.first_rows[owner] + starts[owner]
+            row_slots = slots[owner]
+        self.token_ids: Ints = of.tokens[row_slots, self.positions].astype(np.int64)
+        self.tables: list[npt.NDArray[np.int32]] = [table[slots] for table in of.tables]
+        self.block_tokens = of.block_tokens
+        self._of = of
+        self._row_slots = row_slots
+        self._replaced = replaced
+        self._write_slots: list[Ints] | None = None
+
+    @property
+    def write_slots(self) -> list[Ints]:
+        if self._write_slots is None:
+            block_at, offset = self.positions // self.block_tokens, self.positions % self.block_tokens
+            rows, size = self._row_slots, self.block_tokens
+            self._write_slots = [table[rows, block_at].astype(np.int64) * size + offset for table in self._of.tables]
+        return self._write_slots
+
+    @property
+    def tail_slots(self) -> Ints:
+        """What lies behind a sequence's end in its last block was left by an earlier owner and may not be finite; masked
+        keys are still multiplied (by zero), so such a tail is zeroed when its block is begun."""
+        slots, size, replaced = self.slots, self.block_tokens, self._replaced
+        ends = self.starts + self.lengths
+        last = (ends - 1) // size
+        entered = last * size >= self.starts
+        found = []
+        if not replaced and not entered.any():
+            return np.empty(0, np.int64)
+        for group, table in enumerate(self._of.tables):
+            begun = entered
+            if replaced:
+                begun = entered | np.fromiter(
+                    ((group, s, b) in replaced for s, b in zip(slots.tolist(), last.tolist(), strict=True)),
+                    bool,
+                    len(slots),
+                )
+            chosen = np.flatnonzero(begun & (ends % size != 0))
+            if len(chosen):
+                offsets = np.arange(size)[None, :]
+                behind = offsets >= (ends[chosen] % size)[:, None]
+                base = table[slots[chosen], last[chosen]].astype(np.int64) * size
+                found.append((base[:, None] + offsets)[behind])
+        return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def spans(self, group: int) -> Spans:
         return Spans(self.starts, self.lengths, self.first_rows, self.tables[group], self.block_tokens)
+
+
+class Histories:
+    """Per row the tokens before it, as views that are made when they are looked at."""
+
+    __slots__ = ("_lengths", "_slots", "_tokens")
+
+    def __init__(self, tokens: npt.NDArray[np.int32], slots: list[int], lengths: list[int]) -> None:
+        self._tokens, self._slots, self._lengths = tokens, slots, lengths
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __getitem__(self, row: int) -> npt.NDArray[np.int32]:
+        return self._tokens[self._slots[row], : self._lengths[row]]
 
 
 class Slots:
@@ -99,53 +166,14 @@ class Slots:
         """The first `length` tokens of a sequence, as a view."""
         return self.tokens[slot, :length]
 
+    def histories(self, slots: list[int], lengths: list[int]) -> Histories:
+        """For row i the first `lengths[i]` tokens of sequence `slots[i]`."""
+        return Histories(self.tokens, slots, lengths)
+
     def batch(self, chunks: Sequence[Chunk]) -> Batch:
         """Arrays of one step. Drafts must have been placed."""
-        count = len(chunks)
-        slots, starts, lengths = np.array([(c.slot, c.start, c.length) for c in chunks], np.int64).T.copy()
-        if lengths.max() == 1:
-            first_rows, positions, row_slots = np.arange(count), starts, slots
-        else:
-            ends_at = np.cumsum(lengths)
-            first_rows = ends_at - lengths
-            owner = np.repeat(np.arange(count), lengths)
-            positions = np.arange(int(ends_at[-1])) - first_rows[owner] + starts[owner]
-            row_slots = slots[owner]
-        token_ids = self.tokens[row_slots, positions].astype(np.int64)
-        block_at, offset = positions // self.block_tokens, positions % self.block_tokens
-        write_slots = [
-            table[row_slots, block_at].astype(np.int64) * self.block_tokens + offset for table in self.tables
-        ]
-        tails = self._tails(slots, starts, starts + lengths)
-        tables = [table[slots] for table in self.tables]
-        return Batch(
-            token_ids, positions, write_slots, slots, starts, lengths, first_rows, tables, self.block_tokens, tails
-        )
-
-    def _tails(self, slots: Ints, starts: Ints, ends: Ints) -> Ints:
-        """What lies behind a sequence's end in its last block was left by an earlier owner and may not be finite; masked
-        keys are still multiplied (by zero), so such a tail is zeroed when its block is begun."""
-        last = (ends - 1) // self.block_tokens
-        entered = last * self.block_tokens >= starts
-        found = []
-        if not self._replaced and not entered.any():
-            return np.empty(0, np.int64)
-        for group, table in enumerate(self.tables):
-            begun = entered
-            if self._replaced:
-                begun = entered | np.fromiter(
-                    ((group, s, b) in self._replaced for s, b in zip(slots.tolist(), last.tolist(), strict=True)),
-                    bool,
-                    len(slots),
-                )
-            chosen = np.flatnonzero(begun & (ends % self.block_tokens != 0))
-            if len(chosen):
-                offsets = np.arange(self.block_tokens)[None, :]
-                behind = offsets >= (ends[chosen] % self.block_tokens)[:, None]
-                base = table[slots[chosen], last[chosen]].astype(np.int64) * self.block_tokens
-                found.append((base[:, None] + offsets)[behind])
-        self._replaced.clear()
-        return np.concatenate(found) if found else np.empty(0, np.int64)
+        replaced, self._replaced = self._replaced, set()
+        return Batch(self, chunks, replaced)
 
 
 def sampling_rows(batch: Batch, chunks: Sequence[Chunk]) -> tuple[Ints, Ints]:

@@ -38,6 +38,8 @@ class Steps:
         self._slots = Slots(layout, limits.max_num_seqs, limits.max_model_len)
         self._sampling = SamplingState(limits.max_num_seqs)
         self._broken: dict[int, str] = {}
+        self._asking: set[int] = set()
+        """Slots whose sequences want log-probabilities of their prompts."""
         self._watch = watch
 
     def step(self, plan: StepPlan) -> StepResult:
@@ -60,7 +62,17 @@ class Steps:
             self._fail(chunks[i].slot, NOT_FINITE)
         logits = self._compute.logits(0, len(rows)) if len(rows) else None
         compute_s = time.perf_counter() - started
-        results = self._sample(chunks, owners, logits) if len(rows) else {}
+        results = None
+        if owners is batch.first_rows and not (self._grammars or self._broken):
+            sampled = self._compute.sample(logits, self._decoding(batch), self._sampling)
+            if not (asked or sampled.errors or sampled.logprobs):
+                # Mostly each sequence has one more token and there is nothing else to tell.
+                self._slots.place_each(batch.slots, sampled.token_ids)
+                done = tuple([RowResult(c.slot, (t,)) for c, t in zip(chunks, sampled.token_ids, strict=True)])
+                return StepResult(plan.step_id, done, compute_s, time.perf_counter() - begin)
+            results = {i: self._accept(chunk, i, sampled) for i, chunk in enumerate(chunks)}
+        if results is None:
+            results = self._sample(chunks, owners, logits) if len(rows) else {}
         started = time.perf_counter()
         prompts = self._prompt_logprobs(batch, asked, len(rows))
         if asked:
@@ -74,8 +86,10 @@ class Steps:
         for slot in plan.releases:
             self._grammars.release(slot)
             self._broken.pop(slot, None)
+            self._asking.discard(slot)
         for init in plan.inits:
             self._broken.pop(init.slot, None)
+            self._asking.discard(init.slot)
             error = checked_init(init, self._compute.vocab_size)
             if error is None:
                 error = self._grammars.admit(init)
@@ -87,10 +101,18 @@ class Steps:
                 init = type(init)(init.slot, init.request_id, tokens, init.prompt_length, sampling)
             self._slots.init(init)
             self._sampling.admit(init.slot, init.sampling)
+            if init.sampling.prompt_logprobs is not None:
+                self._asking.add(init.slot)
         for append in plan.appends:
             self._slots.append(append)
         if plan.copies:
             self._compute.copy([c.source for c in plan.copies], [c.target for c in plan.copies])
+
+    def _decoding(self, batch: Batch) -> Rows:
+        """The rows to sample when each chunk is one token that the next one follows."""
+        lengths = batch.starts + 1
+        histories = self._slots.histories(batch.slots.tolist(), lengths.tolist())
+        return Rows(batch.slots, histories, self._slots.prompt_lengths[batch.slots], {}, lengths)
 
     def _sample(
         self, chunks: Sequence[Chunk], owners: npt.NDArray[np.int64], logits: Any
@@ -98,17 +120,18 @@ class Steps:
         """Sample every row and append what was accepted to the slots; tokens and log-probabilities by chunk."""
         slots = self._slots
         first_of: dict[int, int] = {}
-        of_row, history = [], []
+        of_row, lengths = [], []
         for at, i in enumerate(owners.tolist()):
             chunk = chunks[i]
             # Row j of a chunk with d drafts continues the sequence after j of them.
             row = at - first_of.setdefault(i, at)
             of_row.append(chunk.slot)
-            history.append(slots.history(chunk.slot, chunk.start + chunk.length - len(chunk.drafts) + row))
+            lengths.append(chunk.start + chunk.length - len(chunk.drafts) + row)
         masks, failed = self._grammars.masks({chunks[i].slot: at for i, at in first_of.items()})
         self._broken.update(failed)
         row_slots = np.array(of_row, np.int64)
-        rows = Rows(row_slots, history, slots.prompt_lengths[row_slots], masks)
+        histories = slots.histories(of_row, lengths)
+        rows = Rows(row_slots, histories, slots.prompt_lengths[row_slots], masks, np.array(lengths, np.int64))
         sampled = self._compute.sample(logits, rows, self._sampling)
         if not (self._broken or self._grammars or sampled.errors or sampled.logprobs) and not any(
             chunks[i].drafts for i in first_of
@@ -164,8 +187,10 @@ class Steps:
     def _prompt_ranges(self, batch: Batch) -> dict[int, tuple[int, int]]:
         """Token rows (first, count) of the chunks that asked for log-probabilities of the prompt tokens they predict."""
         found = {}
+        if not self._asking:
+            return found
         for i, slot in enumerate(batch.slots.tolist()):
-            if self._sampling.rules[slot].prompt_logprobs is not None:
+            if slot in self._asking:
                 start, end = int(batch.starts[i]), int(batch.starts[i] + batch.lengths[i])
                 count = min(end, int(self._slots.prompt_lengths[slot]) - 1) - start
                 if count > 0:
