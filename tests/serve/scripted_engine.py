@@ -1,6 +1,7 @@
 """An `EngineClient` whose outputs a test decides: exact tokens, faults, pauses. Everything else follows the contract."""
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import time
@@ -68,6 +69,7 @@ class ScriptedEngine:
         self._hits = 0
         self._queries = 0
         self._killed = asyncio.Event()
+        self._followed: dict[str, asyncio.Task[None]] = {}
 
     def say(self, text: str) -> None:
         """Every request is answered with this text."""
@@ -95,6 +97,23 @@ class ScriptedEngine:
             prefix_queries_tokens=self._queries,
             prefix_hit_tokens=self._hits,
         )
+
+    def follow(self, request: Request, sink: Callable[[Output], None]) -> None:
+        self.reply(request)  # a script that fails does so here
+
+        async def feed() -> None:
+            async with contextlib.aclosing(self.generate(request)) as outputs:
+                async for output in outputs:
+                    if output.finish is not None:
+                        del self._followed[request.request_id]
+                    sink(output)
+
+        self._followed[request.request_id] = asyncio.create_task(feed())
+
+    def abandon(self, request_id: str) -> None:
+        task = self._followed.pop(request_id, None)
+        if task is not None:
+            task.cancel()
 
     async def generate(self, request: Request) -> AsyncIterator[Output]:
         self.submitted.append(request)

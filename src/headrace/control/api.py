@@ -5,7 +5,7 @@ Every accepted request ends with exactly one `Output` whose `finish` is set.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from enum import StrEnum
 from typing import Literal, Protocol
 
@@ -192,9 +192,19 @@ class EngineClient(Protocol):
         """
         ...
 
+    def follow(self, request: Request, sink: Callable[[Output], None]) -> None:
+        """Submit, and have `sink` called with each output on the calling event loop, the last with `finish`: what a step
+        made for many requests comes in one turn of the loop, without a task for each. `sink` must not block or raise; it
+        may be called before this returns. Raises `InvalidInput` for the id of a request in flight."""
+        ...
+
+    def abandon(self, request_id: str) -> None:
+        """Abort a request that nobody follows any more; its sink is not called again. Unknown ids are ignored."""
+        ...
+
     def abort(self, request_id: str) -> None:
-        """Ask for the early end of a request whose iterator is still read: it then ends with a `Finish` of reason `abort`,
-        which carries the counts and the timeline (closing the iterator instead drops them). Unknown ids are ignored."""
+        """Ask for the early end of a request that is still read or followed: it then ends with a `Finish` of reason `abort`,
+        which carries the counts and the timeline (closing or abandoning it instead drops them). Unknown ids are ignored."""
         ...
 
     async def flush_prefix_cache(self) -> None: ...

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -32,6 +32,8 @@ from headrace.engine.endings import REFUSALS, ending
 from headrace.engine.loop import EngineLoop
 
 if TYPE_CHECKING:
+    import asyncio
+
     from headrace.engine.launch import EngineCore
 
 log = logging.getLogger("headrace.engine")
@@ -87,22 +89,16 @@ class InProcessEngine:
     def stats(self) -> EngineStats:
         return self._stats
 
-    async def generate(self, request: Request) -> AsyncIterator[Output]:
-        import asyncio  # which programs without an event loop need not load
+    def generate(self, request: Request) -> AsyncGenerator[Output]:
+        # Brings asyncio, which programs without an event loop need not load.
+        from headrace.engine.streams import outputs_of
 
-        from headrace.engine.streams import OutputStream
+        return outputs_of(self, request)
 
-        loop = asyncio.get_running_loop()
-        stream = OutputStream(request)
-        self.submit(request, lambda output: loop.call_soon_threadsafe(stream.put, output))
-        try:
-            while True:
-                output = await stream.get()
-                yield output
-                if output.finish is not None:
-                    return
-        finally:
-            self.abandon(request.request_id)
+    def follow(self, request: Request, sink: Callable[[Output], None]) -> None:
+        import asyncio
+
+        self._take_off(_Flight(request, sink, asyncio.get_running_loop()))
 
     def stream(self, request: Request) -> Iterator[Output]:
         """Like `generate`, blocking the calling thread while it waits. The request is submitted by the call itself."""
@@ -140,23 +136,28 @@ class InProcessEngine:
 
     def submit(self, request: Request, sink: Callable[[Output], None]) -> None:
         """Submit; the loop's thread calls `sink` with each output, the last with `finish`. `sink` must not block."""
-        flight = _Flight(request, sink)
+        self._take_off(_Flight(request, sink))
+
+    def _take_off(self, flight: _Flight) -> None:
+        request = flight.request
         with self._lock:
             if request.request_id in self._flights:
                 raise InvalidInput(f"request {request.request_id!r} is already in flight", field="request_id")
             state = self._state
-            if state == "ready":
+            flight.ended = state != "ready"
+            if flight.loop is not None or not flight.ended:
                 self._flights[request.request_id] = flight
         if state == "ready":
             self._inbox.put(Submit(request))
         else:
-            flight.end(FinishReason.ERROR, REFUSALS[state])
+            self._end(flight, FinishReason.ERROR, REFUSALS[state])
 
     def abandon(self, request_id: str) -> None:
         """Abort a request that nobody reads any more; its sink is not called again. Unknown ids are ignored."""
         with self._lock:
             unfinished = self._flights.pop(request_id, None)
         if unfinished is not None:
+            unfinished.abandoned = True
             self._inbox.put(Abort(request_id))
 
     def _receive(self, message: FromEngine) -> None:
@@ -164,14 +165,51 @@ class InProcessEngine:
         if not isinstance(message, StepOutputs):
             return
         self._stats = message.stats
-        for output in message.outputs:
-            with self._lock:
+        flying: list[tuple[_Flight, Output]] = []
+        with self._lock:
+            for output in message.outputs:
                 flight = self._flights.get(output.request_id)
-                if flight is not None and output.finish is not None:
-                    del self._flights[output.request_id]
-            if flight is not None:
+                if flight is None:
+                    continue
+                flying.append((flight, output))
                 flight.tokens += len(output.token_ids)
-                flight.deliver(output)
+                if output.finish is not None:
+                    flight.ended = True
+                    if flight.loop is None:
+                        del self._flights[output.request_id]
+        # Each event loop is woken once for all that a step has made for it.
+        batches: dict[asyncio.AbstractEventLoop, list[tuple[_Flight, Output]]] = {}
+        for flight, output in flying:
+            if flight.loop is None:
+                flight.sink(output)
+            else:
+                batches.setdefault(flight.loop, []).append((flight, output))
+        for loop, batch in batches.items():
+            self._hand_over(loop, batch)
+
+    def _hand_over(self, loop: asyncio.AbstractEventLoop, batch: list[tuple[_Flight, Output]]) -> None:
+        try:
+            loop.call_soon_threadsafe(self._deliver, batch)
+        except RuntimeError:  # it was closed; nobody is left to read
+            for flight, _ in batch:
+                self.abandon(flight.request.request_id)
+
+    def _deliver(self, batch: list[tuple[_Flight, Output]]) -> None:
+        """Called on an event loop."""
+        for flight, output in batch:
+            if flight.abandoned:  # while the batch was on its way
+                continue
+            if output.finish is not None:
+                with self._lock:
+                    self._flights.pop(output.request_id, None)
+            flight.sink(output)
+
+    def _end(self, flight: _Flight, reason: FinishReason, error: str) -> None:
+        output = Output(flight.request.request_id, finish=ending(flight.request, flight.tokens, reason, error))
+        if flight.loop is None:
+            flight.sink(output)
+        else:
+            self._hand_over(flight.loop, [(flight, output)])
 
     def _run(self) -> None:
         reason, error = FinishReason.ABORT, "the engine was shut down"
@@ -182,10 +220,13 @@ class InProcessEngine:
             reason, error = FinishReason.ERROR, f"{type(fault).__name__}: {fault}"
         with self._lock:
             self._state = "dead"
-            flights = list(self._flights.values())
-            self._flights.clear()
+            flights = [flight for flight in self._flights.values() if not flight.ended]
+            for flight in flights:
+                flight.ended = True
+                if flight.loop is None:
+                    del self._flights[flight.request.request_id]
         for flight in flights:
-            flight.end(reason, error)
+            self._end(flight, reason, error)
         self._core.executor.close()
 
 
@@ -194,13 +235,9 @@ class _Flight(msgspec.Struct):
 
     request: Request
     sink: Callable[[Output], None]
+    loop: asyncio.AbstractEventLoop | None = None
+    """Where `sink` is called; None: by the engine's thread."""
     tokens: int = 0
-
-    def deliver(self, output: Output) -> None:
-        try:
-            self.sink(output)
-        except RuntimeError:  # its event loop was closed; nobody is left to read
-            log.debug("nobody reads request %s", self.request.request_id)
-
-    def end(self, reason: FinishReason, error: str) -> None:
-        self.deliver(Output(self.request.request_id, finish=ending(self.request, self.tokens, reason, error)))
+    ended: bool = False
+    """Its last output is on its way; it stays among the flights until its event loop has it."""
+    abandoned: bool = False

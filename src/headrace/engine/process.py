@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,8 +39,8 @@ from headrace.control.api import (
 )
 from headrace.control.request import Request
 from headrace.engine.child import Orders
-from headrace.engine.endings import REFUSALS
-from headrace.engine.streams import OutputStream
+from headrace.engine.endings import REFUSALS, ending
+from headrace.engine.streams import outputs_of
 from headrace.spec.config import EngineConfig
 
 log = logging.getLogger("headrace.engine")
@@ -83,7 +83,7 @@ class EngineProcessClient:
         self._state: EngineState = "starting"
         self._info: EngineInfo | None = None
         self._stats = EngineStats()
-        self._streams: dict[str, OutputStream] = {}
+        self._flights: dict[str, _Flight] = {}
         self._child: _Child | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
@@ -120,32 +120,28 @@ class EngineProcessClient:
         self._supervisor = asyncio.create_task(self._supervise(self._child))
         return self.info
 
-    async def generate(self, request: Request) -> AsyncIterator[Output]:
-        if request.request_id in self._streams:
+    def generate(self, request: Request) -> AsyncGenerator[Output]:
+        return outputs_of(self, request)
+
+    def follow(self, request: Request, sink: Callable[[Output], None]) -> None:
+        if request.request_id in self._flights:
             raise InvalidInput(f"request {request.request_id!r} is already in flight", field="request_id")
-        stream = OutputStream(request)
+        flight = _Flight(request, sink)
         if self._state != "ready" or self._child is None:
-            stream.end(FinishReason.ERROR, REFUSALS[self._state])
-            yield await stream.get()
+            flight.end(FinishReason.ERROR, REFUSALS[self._state])
             return
-        if not self._streams:
+        if not self._flights:
             self._last_step_s = time.monotonic()
-        self._streams[request.request_id] = stream
+        self._flights[request.request_id] = flight
         self._idle.clear()
         self._child.send(Submit(request))
-        try:
-            while True:
-                output = await stream.get()
-                yield output
-                if output.finish is not None:
-                    return
-        finally:
-            self._forget(request.request_id)
-            if not stream.ended and self._child is not None:
-                self._child.send(Abort(request.request_id))
+
+    def abandon(self, request_id: str) -> None:
+        if self._forget(request_id) is not None and self._child is not None:
+            self._child.send(Abort(request_id))
 
     def abort(self, request_id: str) -> None:
-        if request_id in self._streams and self._child is not None:
+        if request_id in self._flights and self._child is not None:
             self._child.send(Abort(request_id))
 
     async def flush_prefix_cache(self) -> None:
@@ -191,7 +187,7 @@ class EngineProcessClient:
         started_s = time.monotonic()
         while True:
             reason = await self._watch(child)
-            log.error("%s; %d requests in flight end with an error", reason, len(self._streams))
+            log.error("%s; %d requests in flight end with an error", reason, len(self._flights))
             self._child = None
             draining = self._state == "draining"
             if not draining:
@@ -226,30 +222,45 @@ class EngineProcessClient:
             done, _ = await asyncio.wait([child.exited], timeout=limit_s / 4)
             if done:
                 return str(child.failure(f"the engine process ended with code {child.exited.result()}"))
-            if self._streams and time.monotonic() - self._last_step_s > limit_s:
+            if self._flights and time.monotonic() - self._last_step_s > limit_s:
                 child.kill()
                 return f"the engine made no step for {limit_s:g} s and was killed"
 
     def _receive(self, message: StepOutputs) -> None:
         self._last_step_s = time.monotonic()
         self._stats = message.stats
+        flights = self._flights
         for output in message.outputs:
-            stream = self._streams.get(output.request_id)
-            if stream is None:  # aborted meanwhile
+            flight = flights.get(output.request_id)
+            if flight is None:  # abandoned meanwhile
                 continue
-            stream.put(output)
-            if stream.ended:
+            if output.finish is not None:
                 self._forget(output.request_id)
+            flight.tokens += len(output.token_ids)
+            flight.sink(output)
 
-    def _forget(self, request_id: str) -> None:
-        self._streams.pop(request_id, None)
-        if not self._streams:
+    def _forget(self, request_id: str) -> _Flight | None:
+        flight = self._flights.pop(request_id, None)
+        if not self._flights:
             self._idle.set()
+        return flight
 
     def _end_all(self, reason: FinishReason, error: str) -> None:
-        for request_id, stream in list(self._streams.items()):
-            stream.end(reason, error)
-            self._forget(request_id)
+        for request_id, flight in list(self._flights.items()):
+            if self._forget(request_id) is not None:  # not abandoned by the sink of another
+                flight.end(reason, error)
+
+
+class _Flight(msgspec.Struct):
+    """A request in flight and where its outputs go."""
+
+    request: Request
+    sink: Callable[[Output], None]
+    tokens: int = 0
+
+    def end(self, reason: FinishReason, error: str) -> None:
+        """End the request from this side, because the engine cannot any more."""
+        self.sink(Output(self.request.request_id, finish=ending(self.request, self.tokens, reason, error)))
 
 
 class _Child:

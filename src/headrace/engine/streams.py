@@ -1,12 +1,12 @@
-"""Outputs on their way from an engine to one consumer each. A slow consumer delays nobody: what waits is merged."""
+"""Outputs of a followed request as an iterator. A slow consumer delays nobody: what waits is merged."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 
-from headrace.control.api import FinishReason, Output
+from headrace.control.api import EngineClient, Output
 from headrace.control.request import Request
-from headrace.engine.endings import ending
 
 
 def merge(outputs: list[Output]) -> Output:
@@ -22,34 +22,24 @@ def merge(outputs: list[Output]) -> Output:
     )
 
 
-class OutputStream:
-    """One request in flight and what its consumer has not taken yet. Belongs to one event loop; not thread-safe.
+async def outputs_of(engine: EngineClient, request: Request) -> AsyncGenerator[Output]:
+    """Follow a request and yield everything that has arrived since the last turn as one output; leaving early abandons it."""
+    pending: list[Output] = []
+    arrived = asyncio.Event()
 
-    It ends exactly once: after a terminal output, later ones are dropped.
-    """
+    def sink(output: Output) -> None:
+        pending.append(output)
+        arrived.set()
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.ended = False
-        self._pending: list[Output] = []
-        self._tokens = 0
-        self._arrived = asyncio.Event()
-
-    def put(self, output: Output) -> None:
-        if self.ended:
-            return
-        self._tokens += len(output.token_ids)
-        self.ended = output.finish is not None
-        self._pending.append(output)
-        self._arrived.set()
-
-    def end(self, reason: FinishReason, error: str) -> None:
-        """End the request from this side, because the engine cannot any more."""
-        self.put(Output(self.request.request_id, finish=ending(self.request, self._tokens, reason, error)))
-
-    async def get(self) -> Output:
-        """Everything that has arrived since the last call, as one output; waits for at least one."""
-        await self._arrived.wait()
-        self._arrived.clear()
-        pending, self._pending = self._pending, []
-        return merge(pending)
+    engine.follow(request, sink)
+    try:
+        while True:
+            await arrived.wait()
+            arrived.clear()
+            output = merge(pending)
+            pending.clear()
+            yield output
+            if output.finish is not None:
+                return
+    finally:
+        engine.abandon(request.request_id)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from headrace.serve.errors import bad_field
 from headrace.serve.exchange import Answer, Call, EventStream, json_response
-from headrace.serve.front import Batch, Front, JsonDict
-from headrace.serve.generation import Ending, Piece, Token, interleaved, shown
+from headrace.serve.front import Batch, Front, JsonDict, TextEvent
+from headrace.serve.generation import Ending, Piece, Pieces, Token, shown
 from headrace.serve.logprobs import chat_logprobs, prompt_logprobs
 from headrace.serve.messages import render
 from headrace.serve.protocol.chat import ChatRequest
@@ -53,16 +55,18 @@ class Chat:
             continuation=False,
         )
         writers = [_ChoiceWriter(front, request, i, CallReader() if use else None) for i in range(len(batch.runs))]
+        pieces = Pieces(batch.runs, front.gate, front.config.request_limit_s)
         if request.stream:
-            return EventStream(_chunks(front, batch, writers, request))
+            return EventStream(pieces, _Chunks(batch, writers, request))
         answers = [_Message() for _ in writers]
         prompt_entries: JsonDict = {}
-        async for piece in interleaved(batch.runs, front.gate, front.config.request_limit_s):
-            writer = writers[piece.index]
-            prompt_entries |= writer.prompt_logprobs(piece)
-            for event in writer.read(piece):
-                answers[piece.index].take(event)
-            answers[piece.index].tokens.extend(piece.tokens)
+        with pieces as source:
+            for piece in await source.all():
+                writer = writers[piece.index]
+                prompt_entries |= writer.prompt_logprobs(piece)
+                for event in writer.read(piece):
+                    answers[piece.index].take(event)
+                answers[piece.index].tokens.extend(piece.tokens)
         endings = [writer.ending for writer in writers if writer.ending is not None]
         body = _head(batch, "chat.completion")
         body["choices"] = [
@@ -125,6 +129,16 @@ class _ChoiceWriter:
     ending: Ending | None = None
     begun: bool = False
 
+    def is_plain(self, piece: Piece) -> bool:
+        """Whether a piece is more text and nothing else."""
+        return (
+            self.begun
+            and piece.ending is None
+            and bool(piece.text)
+            and self.calls is None
+            and not self.request.logprobs
+        )
+
     def read(self, piece: Piece) -> list[ToolEvent]:
         self.ending = piece.ending
         if self.calls is None:
@@ -167,36 +181,49 @@ def _delta(event: ToolEvent) -> JsonDict:
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-async def _chunks(
-    front: Front, batch: Batch, writers: Sequence[_ChoiceWriter], request: ChatRequest
-) -> AsyncGenerator[JsonDict]:
-    """The chunks of a streamed answer: role, deltas, finish reason for each choice; then usage, if asked for."""
-    with_usage = request.stream_options is not None and bool(request.stream_options.include_usage)
-    head = _head(batch, "chat.completion.chunk")
+class _Chunks:
+    """The events of a streamed answer: role, deltas, finish reason for each choice; then usage, if asked for."""
 
-    def chunk(writer: _ChoiceWriter, delta: JsonDict, logprobs: JsonDict | None = None) -> JsonDict:
-        choice = {"index": writer.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-        return {**head, "choices": [choice], **({"usage": None} if with_usage else {})}
+    def __init__(self, batch: Batch, writers: Sequence[_ChoiceWriter], request: ChatRequest) -> None:
+        self._batch = batch
+        self._writers = writers
+        self._head = _head(batch, "chat.completion.chunk")
+        self._with_usage = request.stream_options is not None and bool(request.stream_options.include_usage)
+        self._logprobs = bool(request.logprobs)
+        self._explain = bool(request.explain)
+        self._plain = [TextEvent(self._chunk(w, {"content": ""}), "content") for w in writers]
 
-    async for piece in interleaved(batch.runs, front.gate, front.config.request_limit_s):
-        writer = writers[piece.index]
+    def of(self, piece: Piece) -> list[bytes]:
+        writer = self._writers[piece.index]
+        if writer.is_plain(piece):
+            return [self._plain[piece.index].of(piece.text)]
+        chunks: list[JsonDict] = []
         if not writer.begun:
-            yield chunk(writer, {"role": "assistant", "content": ""}) | writer.prompt_logprobs(piece)
+            chunks.append(self._chunk(writer, {"role": "assistant", "content": ""}) | writer.prompt_logprobs(piece))
         deltas = [_delta(event) for event in writer.read(piece)]
-        if not deltas and request.logprobs and shown(piece.tokens):
+        if not deltas and self._logprobs and shown(piece.tokens):
             deltas = [{}]  # tokens of text that is held back still have their log-probabilities
         for i, delta in enumerate(deltas):
-            yield chunk(writer, delta, writer.logprobs(piece.tokens) if i == 0 else None)
-        if piece.ending is None:
-            continue
-        last = chunk(writer, {})
-        last["choices"][0]["finish_reason"] = writer.finish_reason
-        if request.explain and not with_usage and all(w.ending is not None for w in writers):
-            last["explain"] = batch.explanation([w.ending for w in writers if w.ending is not None])
-        yield last
-    if with_usage:
-        endings = [writer.ending for writer in writers if writer.ending is not None]
-        end = {**head, "choices": [], "usage": batch.usage(endings)}
-        if request.explain:
-            end["explain"] = batch.explanation(endings)
-        yield end
+            chunks.append(self._chunk(writer, delta, writer.logprobs(piece.tokens) if i == 0 else None))
+        if piece.ending is not None:
+            last = self._chunk(writer, {})
+            last["choices"][0]["finish_reason"] = writer.finish_reason
+            if self._explain and not self._with_usage and all(w.ending is not None for w in self._writers):
+                last["explain"] = self._batch.explanation(self._endings())
+            chunks.append(last)
+        return [msgspec.json.encode(chunk) for chunk in chunks]
+
+    def end(self) -> list[bytes]:
+        if not self._with_usage:
+            return []
+        last: JsonDict = {**self._head, "choices": [], "usage": self._batch.usage(self._endings())}
+        if self._explain:
+            last["explain"] = self._batch.explanation(self._endings())
+        return [msgspec.json.encode(last)]
+
+    def _chunk(self, writer: _ChoiceWriter, delta: JsonDict, logprobs: JsonDict | None = None) -> JsonDict:
+        choice = {"index": writer.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+        return {**self._head, "choices": [choice], **({"usage": None} if self._with_usage else {})}
+
+    def _endings(self) -> list[Ending]:
+        return [writer.ending for writer in self._writers if writer.ending is not None]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from headrace.control.step import TokenLogprobs
 from headrace.serve.admission import check_ids
 from headrace.serve.errors import bad_field
 from headrace.serve.exchange import Answer, Call, EventStream, json_response
-from headrace.serve.front import Batch, Front, JsonDict
-from headrace.serve.generation import Ending, Piece, interleaved, shown
+from headrace.serve.front import Batch, Front, JsonDict, TextEvent
+from headrace.serve.generation import Ending, Piece, Pieces, shown
 from headrace.serve.logprobs import CompletionLogprobs, joined_logprobs, prompt_logprobs
 from headrace.serve.protocol.completions import CompletionRequest
 from headrace.serve.protocol.strict import parse
@@ -69,21 +71,21 @@ class Completions:
             continuation=True,
         )
         writers = [_ChoiceWriter(front, request, i, prompts[i // n]) for i in range(len(batch.runs))]
-        events = _events(front, batch, writers, request)
+        pieces = Pieces(batch.runs, front.gate, front.config.request_limit_s)
         if request.stream:
-            return EventStream(events)
+            return EventStream(pieces, _Chunks(batch, writers, request))
         parts: list[list[JsonDict]] = [[] for _ in writers]
-        last: JsonDict = {}
-        async for chunk in events:
-            last = chunk
-            for choice in chunk["choices"]:
-                parts[choice["index"]].append(choice)
+        with pieces as source:
+            for piece in await source.all():
+                choice = writers[piece.index].write(piece)
+                if choice is not None:
+                    parts[piece.index].append(choice)
         body = _head(batch)
         body["choices"] = [_joined(choices) for choices in parts]
         endings = [writer.ending for writer in writers if writer.ending is not None]
         body["usage"] = batch.usage(endings)
-        if "explain" in last:
-            body["explain"] = last["explain"]
+        if request.explain:
+            body["explain"] = batch.explanation(endings)
         return json_response(body)
 
     async def _prompts(self, request: CompletionRequest, given: Sequence[str | list[int]]) -> list[Prompt]:
@@ -147,6 +149,11 @@ class _ChoiceWriter:
         if self.request.logprobs is not None:
             self._logprobs = CompletionLogprobs(self.front.tokenizer, self.request.logprobs)
 
+    def is_plain(self, piece: Piece) -> bool:
+        """Whether a piece's choice is its text and nothing else."""
+        asked = self.request.logprobs is not None or self.request.echo or self.request.prompt_logprobs is not None
+        return piece.ending is None and bool(piece.text) and not asked
+
     def write(self, piece: Piece) -> JsonDict | None:
         """The choice for the next chunk; None when there is nothing to tell."""
         tokens: list[tuple[str, TokenLogprobs | None]] = []
@@ -169,41 +176,54 @@ class _ChoiceWriter:
         self.ending = piece.ending
         if not text and not tokens and not extra and piece.ending is None:
             return None
-        return {
-            "index": self.index,
-            "text": text,
-            "logprobs": None if self._logprobs is None else self._logprobs.take(tokens),
-            "finish_reason": None if piece.ending is None else piece.ending.reason,
-            **extra,
-        }
+        logprobs = None if self._logprobs is None else self._logprobs.take(tokens)
+        return _choice(self.index, text, logprobs, None if piece.ending is None else piece.ending.reason) | extra
+
+
+def _choice(index: int, text: str, logprobs: JsonDict | None, finish_reason: str | None = None) -> JsonDict:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 def _head(batch: Batch) -> JsonDict:
     return {"id": batch.request_id, "object": "text_completion", "created": batch.created, "model": batch.model}
 
 
-async def _events(
-    front: Front, batch: Batch, writers: Sequence[_ChoiceWriter], request: CompletionRequest
-) -> AsyncGenerator[JsonDict]:
-    """The chunks of the answer; `explain` is on the last one."""
-    with_usage = request.stream_options is not None and bool(request.stream_options.include_usage)
-    head = _head(batch)
-    async for piece in interleaved(batch.runs, front.gate, front.config.request_limit_s):
-        choice = writers[piece.index].write(piece)
+class _Chunks:
+    """The events of a streamed answer; `explain` is on the last one."""
+
+    def __init__(self, batch: Batch, writers: Sequence[_ChoiceWriter], request: CompletionRequest) -> None:
+        self._batch = batch
+        self._writers = writers
+        self._head = _head(batch)
+        self._with_usage = request.stream_options is not None and bool(request.stream_options.include_usage)
+        self._explain = bool(request.explain)
+        self._plain = [TextEvent(self._chunk(_choice(w.index, "", None)), "text") for w in writers]
+
+    def of(self, piece: Piece) -> list[bytes]:
+        writer = self._writers[piece.index]
+        if writer.is_plain(piece):
+            return [self._plain[piece.index].of(piece.text)]
+        choice = writer.write(piece)
         if choice is None:
-            continue
-        chunk = {**head, "choices": [choice]}
-        if with_usage:
-            chunk["usage"] = None
-        elif request.explain and all(writer.ending is not None for writer in writers):
-            chunk["explain"] = batch.explanation([w.ending for w in writers if w.ending is not None])
-        yield chunk
-    if with_usage:
-        endings = [writer.ending for writer in writers if writer.ending is not None]
-        last = {**head, "choices": [], "usage": batch.usage(endings)}
-        if request.explain:
-            last["explain"] = batch.explanation(endings)
-        yield last
+            return []
+        chunk = self._chunk(choice)
+        if self._explain and not self._with_usage and all(w.ending is not None for w in self._writers):
+            chunk["explain"] = self._batch.explanation(self._endings())
+        return [msgspec.json.encode(chunk)]
+
+    def end(self) -> list[bytes]:
+        if not self._with_usage:
+            return []
+        last: JsonDict = {**self._head, "choices": [], "usage": self._batch.usage(self._endings())}
+        if self._explain:
+            last["explain"] = self._batch.explanation(self._endings())
+        return [msgspec.json.encode(last)]
+
+    def _chunk(self, choice: JsonDict) -> JsonDict:
+        return {**self._head, "choices": [choice], **({"usage": None} if self._with_usage else {})}
+
+    def _endings(self) -> list[Ending]:
+        return [writer.ending for writer in self._writers if writer.ending is not None]
 
 
 def _joined(choices: Sequence[JsonDict]) -> JsonDict:

@@ -6,17 +6,19 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headrace.base.errors import EngineDead, InvalidInput, UnsupportedModel
+from headrace.serve.begun import begun
 from headrace.serve.body import ClientGone, read_body, require_json
 from headrace.serve.errors import ApiError, engine_failed, from_invalid_input, unavailable
+from headrace.serve.generation import Piece, Pieces
 
 log = logging.getLogger("headrace.serve")
 
@@ -30,14 +32,22 @@ class Call:
     held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
 
+class Events(Protocol):
+    """What the pieces of a streamed answer become: each event one JSON value, encoded."""
+
+    def of(self, piece: Piece) -> Sequence[bytes]: ...
+
+    def end(self) -> Sequence[bytes]:
+        """Events after the last piece."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class EventStream:
-    """Server-sent events: each item is one JSON value; the end is marked by `[DONE]`.
+    """Server-sent events; the end is marked by `[DONE]`. A failure becomes an error event, the last one before the end."""
 
-    An `ApiError` raised by the iterator becomes an error event, the last one before the end.
-    """
-
-    events: AsyncIterator[Any]
+    pieces: Pieces
+    events: Events
 
 
 Answer = Response | EventStream
@@ -90,7 +100,7 @@ class Endpoint:
                 await as_api_error(error).response()(scope, receive, send)
                 return
             if isinstance(answer, EventStream):
-                await _send_events(answer.events, send)
+                await _send_events(answer, send)
                 return
         # places in the queue are free again before the answer is on its way
         await answer(scope, receive, send)
@@ -101,8 +111,14 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _send_events(events: AsyncIterator[Any], send: Send) -> None:
-    encode = msgspec.json.encode
+async def _send_events(stream: EventStream, send: Send) -> None:
+    """One event for each token; those that are there together (choices, a reader that was slow) are sent together."""
+    events_of = stream.events.of
+
+    def write(pieces: Sequence[Piece]) -> Awaitable[None] | None:
+        body = b"".join([b"data: %b\n\n" % event for piece in pieces for event in events_of(piece)])
+        return begun(send({"type": "http.response.body", "body": body, "more_body": True})) if body else None
+
     await send(
         {
             "type": "http.response.start",
@@ -115,13 +131,13 @@ async def _send_events(events: AsyncIterator[Any], send: Send) -> None:
         }
     )
     try:
-        async with contextlib.aclosing(events) as source:  # type: ignore[type-var]
-            async for event in source:
-                await send({"type": "http.response.body", "body": b"data: %b\n\n" % encode(event), "more_body": True})
+        with stream.pieces as source:
+            await source.pour(write)
+        rest = stream.events.end()
     except Exception as error:
-        body = as_api_error(error).body()
-        await send({"type": "http.response.body", "body": b"data: %b\n\n" % encode(body), "more_body": True})
-    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+        rest = [msgspec.json.encode(as_api_error(error).body())]
+    last = b"".join([b"data: %b\n\n" % event for event in (*rest, b"[DONE]")])
+    await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 def as_api_error(error: Exception) -> ApiError:

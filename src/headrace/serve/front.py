@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from headrace.control.api import EngineClient
 from headrace.serve.admission import check_fields, engine_requests, sampling_for, token_limit
 from headrace.serve.config import ServeConfig
@@ -64,6 +66,20 @@ class Batch:
             if ending.timeline is not None
         ]
         return explain_all(accounts) if len(accounts) == len(endings) else None
+
+
+class TextEvent:
+    """Events that differ in one text alone: what stays is encoded once."""
+
+    def __init__(self, event: JsonDict, field: str) -> None:
+        """`event` has the empty text under the key `field`, in one place."""
+        key = b'"%b":"' % field.encode()  # nowhere else: inside of a string its quotes would be escaped
+        self._before, self._after = msgspec.json.encode(event).split(key + b'"')
+        self._before += key[:-1]
+
+    def of(self, text: str) -> bytes:
+        """The event with that text, encoded."""
+        return b"%b%b%b" % (self._before, msgspec.json.encode(text), self._after)
 
 
 @dataclass(frozen=True, slots=True)

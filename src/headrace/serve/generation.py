@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Literal
+
+import msgspec
 
 from headrace.control.api import EngineClient, Finish, FinishReason, Output, Timeline
 from headrace.control.request import Request
@@ -19,9 +22,11 @@ from headrace.text.stream import OutputText, TextToken
 
 Token = TextToken[TokenLogprobs]
 
+MOST_AT_ONCE = 64
+"""Pieces that are written together when a reader was slow, so that what is not written yet stays small."""
 
-@dataclass(frozen=True, slots=True)
-class Ending:
+
+class Ending(msgspec.Struct, frozen=True):
     """How a sequence ended, and its counts (prompt and completion tokens of this sequence alone)."""
 
     reason: Literal["stop", "length"]
@@ -31,8 +36,7 @@ class Ending:
     timeline: Timeline | None
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """What sequence `index` says next. `tokens` joined are `text`. The last piece of a sequence has `ending`."""
 
     index: int
@@ -44,7 +48,7 @@ class Piece:
 
 @dataclass(slots=True)
 class SequenceRun:
-    """One sequence in flight. `pieces` may be iterated once; leaving it early aborts the sequence in the engine.
+    """One sequence in flight.
 
     `max_tokens` 0 means that only the prompt is wanted: the one token that the engine makes is dropped.
     """
@@ -59,45 +63,56 @@ class SequenceRun:
     _last_s: float = field(default=0.0)
     _seen: int = field(default=0)
     _outcome: FinishReason = field(default=FinishReason.ABORT)
+    _over: bool = field(default=False)
 
-    async def pieces(self) -> AsyncGenerator[Piece]:
-        """The sequence's pieces, the last with its ending; `ApiError` 500 when the engine failed on it."""
-        try:
-            async with contextlib.aclosing(self.engine.generate(self.request)) as outputs:  # type: ignore[type-var]
-                async for piece in self._read(outputs):
-                    yield piece
-        finally:
-            # on a failure or a disconnect too: every accepted sequence is counted once
-            self.metrics.finished[self._outcome].inc()
-            self.metrics.prompt_tokens.inc(len(self.request.prompt_token_ids))
-            self.metrics.generation_tokens.inc(self._seen)
-            self.metrics.whole_s.observe(time.monotonic() - self.received_s)
+    def start(self, tell: Callable[[Piece | Exception], None]) -> None:
+        """Submit; `tell` gets the pieces as they come, the last with its ending, or why there are no more: an `ApiError`
+        500 when the engine failed on it."""
 
-    async def _read(self, outputs: AsyncIterator[Output]) -> AsyncGenerator[Piece]:
-        finish: Finish | None = None
-        async for output in outputs:
-            finish = output.finish
-            if self.text.stopped is not None:
-                continue  # only the ending is still of interest
+        def take(output: Output) -> None:
+            try:
+                self._take(output, tell)
+            except Exception as error:
+                tell(error)
+
+        self.engine.follow(self.request, take)
+
+    def leave(self) -> None:
+        """Nobody wants more of it: what still runs is aborted. Every accepted sequence is counted once, here."""
+        if self._over:
+            return
+        self._over = True
+        self.engine.abandon(self.request.request_id)
+        self.metrics.finished[self._outcome].inc()
+        self.metrics.prompt_tokens.inc(len(self.request.prompt_token_ids))
+        self.metrics.generation_tokens.inc(self._seen)
+        self.metrics.whole_s.observe(time.monotonic() - self.received_s)
+
+    def _take(self, output: Output, tell: Callable[[Piece | Exception], None]) -> None:
+        finish = output.finish
+        if self.text.stopped is None:  # else only the ending is still of interest
             self._observe(len(output.token_ids))
             piece = self._piece(output)
             if piece is not None:
-                yield piece
+                tell(piece)
             if self.text.stopped is not None and finish is None:
                 self.engine.abort(self.request.request_id)
-        if finish is None:
-            self._outcome = FinishReason.ERROR
-            raise engine_failed("The engine ended this request without a result.")
-        yield self._ended(finish)
+        if finish is not None:
+            try:
+                last = self._ended(finish)
+            finally:
+                self.leave()
+            tell(last)
 
     def _piece(self, output: Output) -> Piece | None:
-        ended_by_token = output.finish is not None and output.finish.stop_token_id is not None
+        finish = output.finish
         if self.max_tokens == 0:
             return Piece(self.index, prompt_logprobs=output.prompt_logprobs) if output.prompt_logprobs else None
-        delta = self.text.push(output.token_ids, output.logprobs, ended_by_token=ended_by_token)
-        if not delta.tokens and not output.prompt_logprobs:
+        ended_by_token = finish is not None and finish.stop_token_id is not None
+        text, tokens = self.text.push(output.token_ids, output.logprobs, ended_by_token=ended_by_token)
+        if not tokens and not output.prompt_logprobs:
             return None
-        return Piece(self.index, delta.text, delta.tokens, output.prompt_logprobs)
+        return Piece(self.index, text, tokens, output.prompt_logprobs)
 
     def _ended(self, finish: Finish) -> Piece:
         """The last piece: what was held back, and how it ended."""
@@ -147,9 +162,7 @@ class SequenceRun:
         else:
             gaps = tokens
         if gaps:
-            gap_s = (now_s - (self._last_s or now_s)) / gaps
-            for _ in range(gaps):
-                self.metrics.between_tokens_s.observe(gap_s)
+            self.metrics.between_tokens_s.observe((now_s - (self._last_s or now_s)) / gaps, gaps)
         self._last_s = now_s
         self._seen += tokens
 
@@ -159,42 +172,126 @@ def shown(tokens: Sequence[Token]) -> tuple[Token, ...]:
     return tuple(token for token in tokens if token.raw or token.text)
 
 
-async def interleaved(runs: Sequence[SequenceRun], gate: Gate, limit_s: float) -> AsyncGenerator[Piece]:
-    """Pieces of all runs as they come. A failure of one ends all; `ApiError` 504 after `limit_s` seconds, 503 when the
-    server shuts down and cannot wait.
+Write = Callable[[Sequence[Piece]], Awaitable[None] | None]
+"""Takes pieces to a reader; returns what to wait for before it may be called again, None if nothing."""
 
-    Leaving the iterator early aborts every run.
+
+class Pieces:
+    """Pieces of all runs of a request as they come; they run from entering the block to its end, which aborts what is left.
+
+    A failure of one run ends all; `ApiError` 504 after `limit_s` seconds, 503 when the server shuts down and cannot wait.
     """
-    arrived: asyncio.Queue[Piece | Exception] = asyncio.Queue()
-    late = ApiError(
-        504,
-        f"The request was not finished within this server's limit of {limit_s:g} s.",
-        kind="server_error",
-        code="timeout",
-    )
-    closing = unavailable("The server is shutting down and could not wait for this request.", 5, "draining")
-    timer = asyncio.get_running_loop().call_later(limit_s, arrived.put_nowait, late)
 
-    async def follow(run: SequenceRun) -> None:
-        try:
-            async with contextlib.aclosing(run.pieces()) as pieces:
-                async for piece in pieces:
-                    arrived.put_nowait(piece)
-        except Exception as error:
-            arrived.put_nowait(error)
+    __slots__ = (
+        "_all_wanted", "_arrived", "_blocked", "_gate", "_held", "_limit_s", "_loop", "_runs", "_unfinished", "_waiter", "_write"
+    )  # fmt: skip
 
-    tasks = [asyncio.create_task(follow(run)) for run in runs]
-    try:
-        with gate.on_cut(lambda: arrived.put_nowait(closing)):
-            unfinished = len(runs)
-            while unfinished:
-                item = await arrived.get()
-                if isinstance(item, Exception):
+    def __init__(self, runs: Sequence[SequenceRun], gate: Gate, limit_s: float) -> None:
+        self._runs = runs
+        self._gate = gate
+        self._limit_s = limit_s
+        self._unfinished = len(runs)
+        self._arrived: list[Piece | Exception] = []
+        self._all_wanted = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._write: Write | None = None
+        """Where pieces go at once, while a reader keeps up."""
+        self._blocked: Awaitable[None] | None = None
+
+    def __enter__(self) -> Pieces:
+        self._loop = asyncio.get_running_loop()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._loop.call_later(self._limit_s, self._late).cancel)
+            stack.enter_context(self._gate.on_cut(self._closing))
+            for run in self._runs:
+                stack.callback(run.leave)
+            for run in self._runs:
+                run.start(self._tell)
+            self._held = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._write = None
+        self._held.close()
+
+    async def pour(self, write: Write) -> None:
+        """Give every piece to `write`, until all runs have ended.
+
+        While the reader keeps up, the engine's turn of the event loop does so itself, for all requests of a step one after
+        the other; no task is woken. What a slow reader cannot take yet waits here, and is then written together.
+        """
+        while True:
+            while self._arrived:
+                if (blocked := write(self._take())) is not None:
+                    await blocked
+            if not self._unfinished:
+                return
+            self._write = write
+            try:
+                await self._wait()
+            finally:
+                self._write = None
+            if self._blocked is not None:
+                blocked, self._blocked = self._blocked, None
+                await blocked
+
+    async def all(self) -> list[Piece]:
+        """Every piece, once all runs have ended; woken for the end or a failure only."""
+        self._all_wanted = True
+        while self._unfinished and not any(isinstance(item, Exception) for item in self._arrived):
+            await self._wait()
+        pieces: list[Piece] = []
+        for item in self._arrived:
+            if isinstance(item, Exception):
+                raise item
+            pieces.append(item)
+        return pieces
+
+    def _take(self) -> list[Piece]:
+        """A bounded part of what has arrived; raises a failure that stands before the first piece."""
+        taken = self._arrived[:MOST_AT_ONCE]
+        pieces: list[Piece] = []
+        for item in taken:
+            if isinstance(item, Exception):
+                if not pieces:
                     raise item
-                unfinished -= item.ending is not None
-                yield item
-    finally:
-        timer.cancel()
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+                break
+            pieces.append(item)
+        del self._arrived[: len(pieces)]
+        return pieces
+
+    async def _wait(self) -> None:
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _tell(self, item: Piece | Exception) -> None:
+        wake = not self._all_wanted
+        if isinstance(item, Exception):
+            self._arrived.append(item)
+            wake = True
+        else:
+            if item.ending is not None:
+                self._unfinished -= 1
+                wake |= not self._unfinished
+            if self._write is None:
+                self._arrived.append(item)
+            elif (blocked := self._write((item,))) is not None:
+                self._write, self._blocked = None, blocked
+            else:
+                wake = not self._unfinished
+        if wake:
+            self._write = None  # what follows waits for the task, so that the order is kept
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
+
+    def _late(self) -> None:
+        text = f"The request was not finished within this server's limit of {self._limit_s:g} s."
+        self._tell(ApiError(504, text, kind="server_error", code="timeout"))
+
+    def _closing(self) -> None:
+        self._tell(unavailable("The server is shutting down and could not wait for this request.", 5, "draining"))

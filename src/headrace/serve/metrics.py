@@ -19,10 +19,13 @@ feel (times, tokens, outcomes) is observed here as it happens. All carry the lab
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import time
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from headrace.control.api import EngineClient, FinishReason
@@ -60,6 +63,31 @@ class _Snapshot(Collector):
             yield counter
 
 
+class LoopHistogram(Collector):
+    """A histogram for what happens with every token: it belongs to the event loop's thread and needs no lock."""
+
+    def __init__(self, name: str, text: str, model: str, buckets: Sequence[float]) -> None:
+        self._name, self._text, self._model = name, text, model
+        self._bounds = tuple(buckets)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+        self._created_s = time.time()
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def collect(self) -> Iterator[Metric]:
+        below, total = [], 0
+        for bound, count in zip((*self._bounds, math.inf), self._counts, strict=True):
+            total += count
+            below.append(("+Inf" if bound == math.inf else repr(bound), float(total)))
+        family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
+        family.add_metric([self._model], below, self._sum)
+        family.add_sample(self._name + "_created", {"model_name": self._model}, self._created_s)
+        yield family
+
+
 class Metrics:
     """Everything `/metrics` shows, in a registry of its own, so that several servers can live in one process."""
 
@@ -78,7 +106,10 @@ class Metrics:
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished sequences.")
         self.generation_tokens = counter("generation_tokens", "Tokens generated.")
         self.first_token_s = histogram("time_to_first_token_seconds", "From arrival to the first token.", _FIRST_S)
-        self.between_tokens_s = histogram("inter_token_latency_seconds", "Between tokens of one sequence.", _BETWEEN_S)
+        self.between_tokens_s = LoopHistogram(
+            PREFIX + "inter_token_latency_seconds", "Between tokens of one sequence.", model, _BETWEEN_S
+        )
+        self.registry.register(self.between_tokens_s)
         self.whole_s = histogram("e2e_request_latency_seconds", "From arrival to the last token.", _WHOLE_S)
         finished = Counter(
             PREFIX + "request_success",

@@ -21,6 +21,8 @@ class StopMatcher:
     character, whatever the number of stop strings. Raises `InvalidInput` for an empty stop string.
     """
 
+    __slots__ = ("_depth", "_fallback", "_longest", "_next", "_read", "_state", "include_stop", "matched", "safe")
+
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
         if any(not stop for stop in stops):
             raise InvalidInput("a stop string is empty", field="stop", remedy="leave it out, or give its text")

@@ -61,6 +61,10 @@ class OutputText(Generic[L]):
     so many tokens are passed over.
     """
 
+    __slots__ = (
+        "_detokenizer", "_finished", "_held", "_hidden", "_length", "_min_tokens", "_stop", "_tokenizer", "_whole", "kept_tokens"
+    )  # fmt: skip
+
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -95,6 +99,8 @@ class OutputText(Generic[L]):
         `ended_by_token`: the last of them is the EOS or stop id that ended the sequence; it has no text of its own,
         whatever it would stand for.
         """
+        if len(token_ids) == 1 and not self._held and not ended_by_token and not self._finished:
+            return self._push_one(token_ids[0], logprobs[0] if logprobs else None)
         for index, token_id in enumerate(token_ids):
             if self.stopped is not None or self._finished:
                 break
@@ -102,6 +108,20 @@ class OutputText(Generic[L]):
             text = "" if hide else self._detokenizer.push_one(token_id)
             raw = b"" if hide or token_id in self._hidden else self._tokenizer.token_bytes(token_id)
             self._take(TextToken(token_id, text, self._length, raw, logprobs[index] if logprobs else None))
+        return self._release()
+
+    def _push_one(self, token_id: int, logprob: L | None) -> TextDelta[L]:
+        """`push` for what comes mostly: one token while none is held back, whose text may be shown at once."""
+        if self._stop.matched is not None:
+            return TextDelta("", ())
+        text = self._detokenizer.push_one(token_id)
+        raw = b"" if token_id in self._hidden else self._tokenizer.token_bytes(token_id)
+        token = TextToken(token_id, text, self._length, raw, logprob)
+        self._take(token)
+        if self._whole and self._stop.safe >= self._length:
+            self._held.clear()
+            self._whole = 0
+            return TextDelta(text, (token,))
         return self._release()
 
     def finish(self) -> TextDelta[L]:

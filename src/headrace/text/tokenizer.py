@@ -47,6 +47,8 @@ class Tokenizer:
         self._rule = decoding_rule(_decoder_spec(backend))
         self.leading_space = self._rule.leading_space
         self._bytes: dict[int, bytes] = {id_: token.content.encode() for id_, token in added.items()}
+        self.whole_texts: dict[int, str] = {}
+        """Texts of ordinary tokens whose bytes are whole characters, as far as detokenizers have met them."""
         # Added tokens may lie beyond a gap, so counting tokens is not enough.
         self.vocab_size = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
         ids = {role: backend.token_to_id(text) for role, text in self.special_tokens.items()}
