@@ -21,44 +21,60 @@ def tile(block_m, block_n, row_groups, column_groups, stages, rows):
     )  # fmt: skip
 
 
-def test_pieces_cover_the_line_of_units_once():
-    first_unit, owner = gemm_hopper.first_unit.fn, gemm_hopper.owner.fn
+@pytest.fixture
+def formulas(monkeypatch):
+    """The kernel's formulas as plain functions: the first unit of a program, a unit's program."""
+    monkeypatch.setattr(gemm_hopper, "first_unit", gemm_hopper.first_unit.fn)
+    return gemm_hopper.first_unit, gemm_hopper.owner.fn
+
+
+def cuts():
+    """Tiles, blocks of each, programs and lead as `cut` makes them, and cuts of any kind."""
     rng = random.Random(5)
-    for _ in range(200):
-        tiles, blocks, most = rng.randint(1, 40), rng.randint(1, 30), rng.randint(1, 140)
+    for _ in range(300):
+        tiles, blocks, programs = rng.randint(1, 80), rng.randint(1, 60), rng.randint(1, 140)
+        yield tiles, blocks, *gemm_hopper.cut(tiles, blocks, programs)
+    yield 64, 64, *gemm_hopper.cut(64, 64, 132)
+    yield 64, 224, *gemm_hopper.cut(64, 224, 132)
+
+
+def test_pieces_cover_the_line_of_units_once(formulas):
+    first_unit, owner = formulas
+    for tiles, blocks, programs, lead in cuts():
         units = tiles * blocks
-        programs = min(most, units)
-        pieces = [range(first_unit(p, units, programs), first_unit(p + 1, units, programs)) for p in range(programs)]
+        more = (units, programs, blocks, lead)
+        pieces = [range(first_unit(p, *more), first_unit(p + 1, *more)) for p in range(programs)]
         assert [u for piece in pieces for u in piece] == list(range(units))
-        assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
-        assert all(owner(u, units, programs) == p for p, piece in enumerate(pieces) for u in piece)
+        assert min(map(len, pieces)) > 0
+        assert max(map(len, pieces)) - min(map(len, pieces)) <= 1 + 2 * lead
+        assert all(owner(u, *more) == p for p, piece in enumerate(pieces) for u in piece)
 
 
-def test_parts_of_tiles_have_places_of_their_own_and_are_found_again():
-    first_unit, owner, place_of = gemm_hopper.first_unit.fn, gemm_hopper.owner.fn, gemm_hopper.place_of.fn
-    rng = random.Random(6)
-    for _ in range(200):
-        tiles, blocks, most = rng.randint(1, 40), rng.randint(1, 30), rng.randint(1, 140)
-        units = tiles * blocks
-        programs = min(most, units)
-        written: dict[int, tuple[int, int, int]] = {}
+def test_who_begins_a_tile_finds_all_its_other_parts(formulas):
+    first_unit, owner = formulas
+    for tiles, blocks, programs, lead in cuts():
+        more = (tiles * blocks, programs, blocks, lead)
+        left: dict[int, tuple[int, int, int]] = {}
+        begun: dict[int, tuple[int, int]] = {}
         for program in range(programs):
-            unit, end = first_unit(program, units, programs), first_unit(program + 1, units, programs)
+            unit, end = first_unit(program, *more), first_unit(program + 1, *more)
             while unit < end:
-                start, stop = unit % blocks, min(blocks, unit % blocks + end - unit)
-                if stop - start < blocks:
-                    place = place_of(program, int(start == 0))
-                    assert place not in written
-                    written[place] = (unit // blocks, start, stop)
+                tile, start = unit // blocks, unit % blocks
+                stop = min(blocks, start + end - unit)
+                if start:
+                    assert program not in left  # a program leaves one part at most
+                    assert not any(p == program for p, _ in begun.values())  # and before it waits for any
+                    left[program] = (tile, start, stop)
+                else:
+                    begun[tile] = (program, stop)
                 unit += stop - start
-        assert all(place < 2 * programs for place in written)
-        for t in range(tiles):
-            least, last = owner(t * blocks, units, programs), owner(t * blocks + blocks - 1, units, programs)
-            if least == last:
-                continue
-            found = [written[place_of(least, 1)], *(written[place_of(p, 0)] for p in range(least + 1, last + 1))]
-            assert {f[0] for f in found} == {t}
-            assert [k for _, start, stop in found for k in range(start, stop)] == list(range(blocks))
+        assert sorted(begun) == list(range(tiles))
+        for tile, (program, stop) in begun.items():
+            last = owner(tile * blocks + blocks - 1, *more)
+            found = [left.pop(p) for p in range(program + 1, last + 1)]
+            assert {t for t, _, _ in found} <= {tile}
+            assert [k for _, start, end in found for k in range(start, end)] == list(range(stop, blocks))
+        assert not left
 
 
 def test_which_products_fit():

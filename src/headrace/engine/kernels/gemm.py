@@ -42,7 +42,8 @@ class GemmConfig:
     count). `registers`: a thread's at most, so that more programs are on a multiprocessor; 0: what the compiler takes.
     `block_m`: warp-specialized tiles (`headrace.engine.kernels.gemm_hopper`); each of `row_groups` times `column_groups`
     groups of four warps multiplies `block_m` rows by `block_n` outputs, `block_k` is 64, and the inner dimension is cut as
-    evenness wants it, so that `split_k` and `num_warps` do not count.
+    evenness wants it, so that `split_k` and `num_warps` do not count. `ahead`: blocks of weights behind the ring that are
+    asked into the L2 cache while the kernel before ends.
     """
 
     block_n: int
@@ -57,6 +58,7 @@ class GemmConfig:
     block_m: int = 0
     row_groups: int = 1
     column_groups: int = 1
+    ahead: int = 0
 
 
 @triton.jit
@@ -204,12 +206,12 @@ def why_not_specialized(capability: tuple[int, int], dtype: torch.dtype) -> str 
 class GemmWorkspace:
     """Parts of split products and their arrival counters (always back at zero when a product ends).
 
-    `programs`: how many of a warp-specialized kernel's are on the card at once (its multiprocessors), each with up to two
-    parts of a tile; 0: there are none.
+    `programs`: how many of a warp-specialized kernel's are on the card at once (its multiprocessors), each with a part of
+    a tile; 0: there are none.
     """
 
     def __init__(self, elements: int, tiles: int, device: torch.device, programs: int = 0) -> None:
-        elements = max(elements, 2 * programs * LARGEST_TILE)
+        elements = max(elements, programs * LARGEST_TILE)
         self.programs = programs
         self.parts = torch.empty(elements, dtype=torch.float32, device=device)
         self.counters = torch.zeros(tiles, dtype=torch.int32, device=device)

@@ -4,9 +4,9 @@ From 33 rows on a product is bound by how fast weights come to the multiprocesso
 either way nothing may stop while a tile ends or a kernel does. One program stays on each multiprocessor. One of its warps only
 loads: bulk copies of weights and of x into a ring in shared memory as deep as fits. Groups of four warps multiply, each 64 or
 128 rows by up to 256 outputs, asynchronously (`wgmma`). Tiles times blocks of the inner dimension are one line of units, cut
-into as many equal pieces as there are programs, so that none idles at the end; where a cut goes through a tile, its parts go to
-memory in fp32, and the last program to arrive (an atomic counter) adds them up in the order of the inner dimension, so that a
-result does not depend on who was last.
+into as many equal pieces as there are programs, so that none idles at the end. Who begins a tile finishes it: the programs that
+have the rest of it leave their sums in memory, in fp32, most of them at their own begin, long before they are wanted; they are
+added in the order of the inner dimension, so that a result depends on nobody's speed.
 
 Weights depend on nobody: the ring is filled with them before the program waits for the kernel that makes x, and since a
 program only starts where one of the kernel before has ended, that kernel's last sums and stores hide behind those loads.
@@ -15,6 +15,9 @@ Written in Gluon, Triton's language with explicit layouts. Gluon has no interpre
 """
 
 from __future__ import annotations
+
+from functools import cache
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -34,33 +37,34 @@ from headrace.engine.kernels.gemm import MAX_ROWS, Gained, GemmConfig, GemmWorks
 
 BLOCK_K = 64
 """Inner elements of a block: 128 bytes, the widest swizzle."""
+LEAD = 16
+"""A cut within a tile comes late by a sixteenth of what a program has to do."""
 REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
 """A thread's, by the groups of warps that multiply."""
 
 
 @gluon.jit
-def first_unit(program, units, programs):
-    """Where a program's piece of the line of units begins; it ends where the next one's begins."""
-    return program * units // programs
+def first_unit(program, units, programs, blocks, lead):
+    """Where a program's piece of the line of units begins; it ends where the next one's begins.
+
+    A cut within a tile comes `lead` units late: who finishes the tile has that much more to do than who leaves it a part.
+    """
+    unit = program * units // programs
+    return unit + (unit % blocks != 0) * lead
 
 
 @gluon.jit
-def owner(unit, units, programs):
+def owner(unit, units, programs, blocks, lead):
     """The program whose piece holds a unit."""
-    return ((unit + 1) * programs - 1) // units
-
-
-@gluon.jit
-def place_of(program, whole_start):
-    """Where a program leaves its part of a tile: it has at most one part whose tile began before it, one that it begins."""
-    return 2 * program + whole_start
+    program = ((unit + 1) * programs - 1) // units
+    return program - (unit < first_unit(program, units, programs, blocks, lead))
 
 
 @gluon.jit
 def _produce(
-    x, w, x_s, w_s, full, free, begin, end, blocks, columns,
+    x, w, weights, x_s, w_s, full, free, begin, end, blocks, columns,
     M: gl.constexpr, N: gl.constexpr, ROW_GROUPS: gl.constexpr, COLUMN_GROUPS: gl.constexpr, ROW_TILES: gl.constexpr,
-    K: gl.constexpr, STAGES: gl.constexpr, PAIR: gl.constexpr, PDL: gl.constexpr,
+    K: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, PAIR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     BYTES: gl.constexpr = (COLUMN_GROUPS * N + ROW_GROUPS * M) * K * 2
     count = end - begin
@@ -70,6 +74,9 @@ def _produce(
         mbarrier.expect(full.index(i), BYTES)
         _weights(w, w_s, i, full.index(i), begin + i, blocks, columns, N, COLUMN_GROUPS, ROW_TILES, K, PAIR)
     if PDL:
+        # The ring is full; more weights may come as far as the L2 cache meanwhile.
+        for i in range(first, gl.minimum(count, STAGES + AHEAD)):
+            _prefetch(weights, begin + i, blocks, columns, N, COLUMN_GROUPS, ROW_TILES, K, PAIR)
         tl.extra.cuda.gdc_wait()
     for i in range(first):
         _rows(x, x_s, i, full.index(i), begin + i, blocks, M, ROW_GROUPS, ROW_TILES, K)
@@ -103,6 +110,30 @@ def _weights(
             tma.async_copy_global_to_shared(w, [columns + row, k], barrier, target.slice(N // 2, N // 2))
         else:
             tma.async_copy_global_to_shared(w, [(group + c) * N, k], barrier, target)
+
+
+@gluon.jit
+def _prefetch(
+    weights, unit, blocks, columns,
+    N: gl.constexpr, COLUMN_GROUPS: gl.constexpr, ROW_TILES: gl.constexpr, K: gl.constexpr, PAIR: gl.constexpr,
+):  # fmt: skip
+    """Ask for a unit's weights to be brought into the L2 cache: a line of 128 bytes of each output."""
+    tile = unit // blocks
+    k = (unit - tile * blocks) * K
+    HALF: gl.constexpr = COLUMN_GROUPS * N // (2 if PAIR else 1)
+    row = tile // ROW_TILES * HALF + gl.arange(0, HALF, gl.BlockedLayout([1], [32], [1], [0]))
+    at = weights + (row.to(gl.int64) * (blocks * K) + k)
+    _ask(at)
+    if PAIR:
+        _ask(at + columns.to(gl.int64) * (blocks * K))
+
+
+@gluon.jit
+def _ask(at):
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(gl.int64, bitcast=True)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -150,6 +181,14 @@ def _in_order(acc, M: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
+def _in_part(flat, M: gl.constexpr, N: gl.constexpr):
+    """Where each of `_in_order` lies in its part."""
+    LAYOUT: gl.constexpr = flat.type.layout
+    at = gl.arange(0, M * N // 4, gl.SliceLayout(1, LAYOUT))[:, None] * 4
+    return at + gl.arange(0, 4, gl.SliceLayout(0, LAYOUT))[None, :]
+
+
+@gluon.jit
 def _as_sums(flat, M: gl.constexpr, N: gl.constexpr, SUMS: gl.constexpr):
     """`_in_order` undone."""
     acc = flat.reshape([M // 64, 4, N // 8, 8, 4, 2, 2]).permute([0, 1, 5, 3, 2, 4, 6])
@@ -157,13 +196,23 @@ def _as_sums(flat, M: gl.constexpr, N: gl.constexpr, SUMS: gl.constexpr):
 
 
 @gluon.jit
-def _consume(
-    WHO: gl.constexpr, given, x_s, w_s, full, free, begin, end, blocks, programs,
-    M: gl.constexpr, N: gl.constexpr, GROUPS: gl.constexpr, COLUMN_GROUPS: gl.constexpr, ROW_TILES: gl.constexpr,
-    STAGES: gl.constexpr,
-    NORM: gl.constexpr, PAIR: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
-    GAIN: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
+def _consume(WHO: gl.constexpr, given, ring, WAY: gl.constexpr):
+    """The part of a group of four warps: multiply what the ring brings, and what follows a whole tile."""
+    M: gl.constexpr = WAY[0]
+    N: gl.constexpr = WAY[1]
+    GROUPS: gl.constexpr = WAY[2]
+    COLUMN_GROUPS: gl.constexpr = WAY[3]
+    ROW_TILES: gl.constexpr = WAY[4]
+    STAGES: gl.constexpr = WAY[5]
+    NORM: gl.constexpr = WAY[6]
+    PAIR: gl.constexpr = WAY[7]
+    ACT: gl.constexpr = WAY[8]
+    BIAS: gl.constexpr = WAY[9]
+    RESIDUAL: gl.constexpr = WAY[10]
+    GAIN: gl.constexpr = WAY[11]
+    PDL: gl.constexpr = WAY[12]
+    STORED: gl.constexpr = WAY[13]
+    x_s, w_s, full, free, begin, end, blocks, units, programs, lead = ring
     (
         bias, squares, gain, residual, out, gained, squares_out, parts, counters, rows, columns, inner, count, eps, scale,
         out_stride,
@@ -173,15 +222,16 @@ def _consume(
     ROW_GROUPS: gl.constexpr = GROUPS // COLUMN_GROUPS
     ROW_GROUP: gl.constexpr = WHO // COLUMN_GROUPS
     COLUMN_GROUP: gl.constexpr = WHO % COLUMN_GROUPS
-    AT_ONCE: gl.constexpr = 2048 // M
+    N_OUT: gl.constexpr = N // (2 if PAIR else 1)
+    EARLY: gl.constexpr = M * N * GROUPS <= 16384
+    SQUARES: gl.constexpr = 2048 // M
+    AT_ONCE: gl.constexpr = 16384 // (M * N) if EARLY else 1
     if PDL:
         tl.extra.cuda.gdc_wait()
     # Sums of squares are asked for now and added up at the end.
-    squared = gl.zeros([AT_ONCE, M], gl.float32, SQUARED)
+    squared = gl.zeros([SQUARES, M], gl.float32, SQUARED)
     if NORM and ROW_TILES == 1:
-        squared = _squares(squares, count, ROW_GROUP * M, rows, M, AT_ONCE, SQUARED)
-    n = gl.arange(0, N, gl.SliceLayout(0, SUMS))
-    units = (columns * (2 if PAIR else 1)) // (COLUMN_GROUPS * N) * ROW_TILES * blocks
+        squared = _squares(squares, count, ROW_GROUP * M, rows, M, SQUARES, SQUARED)
     stage = 0
     phase = 0
     unit = begin
@@ -189,6 +239,19 @@ def _consume(
         tile = unit // blocks
         start = unit - tile * blocks
         steps = gl.minimum(blocks - start, end - unit)
+        row = (tile % ROW_TILES * ROW_GROUPS + ROW_GROUP) * M
+        column_tile = tile // ROW_TILES * COLUMN_GROUPS + COLUMN_GROUP
+        column = column_tile * N_OUT
+        m_out = row + gl.arange(0, M, gl.SliceLayout(1, STORED))
+        n_out = column + gl.arange(0, N_OUT, gl.SliceLayout(0, STORED))
+        inside = (m_out < rows)[:, None] & (n_out >= 0)[None, :]
+        target = m_out[:, None] * out_stride + n_out[None, :]
+        # What is added at a tile's end is asked for at its begin if there are registers for it.
+        old, by = target, n_out
+        if EARLY and RESIDUAL:
+            old = gl.load(residual + target, inside & (start == 0), 0.0)
+        if EARLY and GAIN:
+            by = gl.load(gain + n_out)
         acc = gl.zeros([M, N], gl.float32, SUMS)
         for i in range(steps):
             mbarrier.wait(full.index(stage), phase)
@@ -203,74 +266,73 @@ def _consume(
             stage = gl.where(wrap, 0, stage + 1)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(free.index(gl.where(stage == 0, STAGES - 1, stage - 1)))
-        last = True
-        if steps < blocks:
-            # Only a program's first tile can have begun with another, and its last can end with another.
+        program = gl.program_id(0)
+        if start > 0:
+            # The tile began with another program, which finishes it.
             flat = _in_order(acc, M, N)
-            FLAT: gl.constexpr = flat.type.layout
-            in_part = gl.arange(0, M * N // 4, gl.SliceLayout(1, FLAT))[:, None] * 4
-            in_part += gl.arange(0, 4, gl.SliceLayout(0, FLAT))[None, :]
-            place = place_of(gl.program_id(0), (start == 0).to(gl.int32)) * GROUPS + WHO
-            gl.store(parts + place.to(gl.int64) * (M * N) + in_part, flat)
-            least = owner(tile * blocks, units, programs)
-            most = owner(tile * blocks + blocks - 1, units, programs)
+            gl.store(parts + ((program * GROUPS + WHO).to(gl.int64) * (M * N) + _in_part(flat, M, N)), flat)
             gl.thread_barrier()
-            last = gl.atomic_add(counters + (tile * GROUPS + WHO), 1, sem="acq_rel") == most - least
-            if last:
+            gl.atomic_add(counters + (tile * GROUPS + WHO), 1, sem="release")
+        else:
+            if steps < blocks:
+                flat = _in_order(acc, M, N)
+                in_part = _in_part(flat, M, N)
+                last = owner(tile * blocks + blocks - 1, units, programs, blocks, lead)
+                # All programs are on the card, and parts that others leave wait for nobody.
+                while gl.atomic_add(counters + (tile * GROUPS + WHO), 0, sem="acquire") < last - program:
+                    pass
                 gl.thread_barrier()
                 gl.store(counters + (tile * GROUPS + WHO), 0)
-                place = place_of(least, 1) * GROUPS + WHO
-                flat = gl.load(parts + place.to(gl.int64) * (M * N) + in_part, cache_modifier=".cg")
-                for p in range(least + 1, most + 1):
-                    place = place_of(p, 0) * GROUPS + WHO
-                    flat += gl.load(parts + place.to(gl.int64) * (M * N) + in_part, cache_modifier=".cg")
+                for p in range(program + 1, last + 1, AT_ONCE):
+                    got = ()
+                    for j in gl.static_range(AT_ONCE):
+                        at = ((p + j) * GROUPS + WHO).to(gl.int64) * (M * N) + in_part
+                        got += (gl.load(parts + at, (p + j <= last) & (in_part >= 0), 0.0, cache_modifier=".cg"),)
+                    for j in gl.static_range(AT_ONCE):
+                        flat += got[j]
                 acc = _as_sums(flat, M, N, SUMS)
-        if last:
-            row = (tile % ROW_TILES * ROW_GROUPS + ROW_GROUP) * M
-            column_tile = tile // ROW_TILES * COLUMN_GROUPS + COLUMN_GROUP
-            column = column_tile * (N // (2 if PAIR else 1))
             if NORM:
                 if ROW_TILES > 1:
-                    squared = _squares(squares, count, row, rows, M, AT_ONCE, SQUARED)
+                    squared = _squares(squares, count, row, rows, M, SQUARES, SQUARED)
                 shrink = gl.rsqrt(gl.sum(squared, 0) / inner + eps)
                 acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
+            if BIAS:
+                n_in = column + gl.arange(0, N, gl.SliceLayout(0, SUMS))
+                if PAIR:
+                    n_in = gl.where(n_in < column + N // 2, n_in, n_in + (columns - N // 2))
+                acc += gl.load(bias + n_in).to(gl.float32)[None, :]
             if PAIR:
                 gate, up = acc.reshape([M, 2, N // 2]).permute([0, 2, 1]).split()
-                m_out = row + gl.arange(0, M, gl.SliceLayout(1, gate.type.layout))
-                n_out = column + gl.arange(0, N // 2, gl.SliceLayout(0, gate.type.layout))
-                if BIAS:
-                    gate += gl.load(bias + n_out).to(gl.float32)[None, :]
-                    up += gl.load(bias + columns + n_out).to(gl.float32)[None, :]
-                result = act(gate, ACT) * up
+                result = gl.convert_layout(act(gate, ACT) * up, STORED)
             else:
-                result = acc
-                m_out = row + gl.arange(0, M, gl.SliceLayout(1, SUMS))
-                n_out = column + n
-                if BIAS:
-                    result += gl.load(bias + n_out).to(gl.float32)[None, :]
-            inside = (m_out < rows)[:, None] & (n_out >= 0)[None, :]
-            target = m_out[:, None] * out_stride + n_out[None, :]
+                result = gl.convert_layout(acc, STORED)
             if RESIDUAL:
-                result = result * scale + gl.load(residual + target, inside, 0.0).to(gl.float32)
+                if EARLY:
+                    result = result * scale + old.to(gl.float32)
+                else:
+                    result = result * scale + gl.load(residual + target, inside, 0.0).to(gl.float32)
             rounded = result.to(out.dtype.element_ty)
             gl.store(out + target, rounded, inside)
             if GAIN:
                 wide = gl.where(inside, rounded.to(gl.float32), 0.0)
                 at = squares_out + column_tile * MAX_ROWS
                 gl.store(at + m_out, gl.sum(wide * wide, 1), m_out < rows)
-                wide = wide * gl.load(gain + n_out).to(gl.float32)[None, :]
+                if EARLY:
+                    wide = wide * by.to(gl.float32)[None, :]
+                else:
+                    wide = wide * gl.load(gain + n_out).to(gl.float32)[None, :]
                 gl.store(gained + target, wide.to(out.dtype.element_ty), inside)
         unit += steps
 
 
-@gluon.jit(do_not_specialize=["rows", "eps", "scale", "count"])
+@gluon.jit(do_not_specialize=["rows", "eps", "scale", "count", "lead"])
 def kernel(
-    x, w, bias, squares, gain, residual, out, gained, squares_out, parts, counters,
-    rows, columns, inner, count, eps, scale, out_stride,
+    x, w, weights, bias, squares, gain, residual, out, gained, squares_out, parts, counters,
+    rows, columns, inner, count, eps, scale, out_stride, lead,
     M: gl.constexpr, N: gl.constexpr, ROW_GROUPS: gl.constexpr, COLUMN_GROUPS: gl.constexpr, ROW_TILES: gl.constexpr,
-    K: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    K: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
     NORM: gl.constexpr, PAIR: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
-    GAIN: gl.constexpr, PDL: gl.constexpr, X_LAYOUT: gl.constexpr, W_LAYOUT: gl.constexpr,
+    GAIN: gl.constexpr, PDL: gl.constexpr, X_LAYOUT: gl.constexpr, W_LAYOUT: gl.constexpr, STORED: gl.constexpr,
 ):  # fmt: skip
     GROUPS: gl.constexpr = ROW_GROUPS * COLUMN_GROUPS
     x_s = gl.allocate_shared_memory(x.dtype, [STAGES * ROW_GROUPS, M, K], X_LAYOUT)
@@ -286,54 +348,70 @@ def kernel(
     programs = gl.num_programs(0)
     blocks = inner // K
     units = (columns * (2 if PAIR else 1)) // (COLUMN_GROUPS * N) * ROW_TILES * blocks
-    begin = first_unit(gl.program_id(0), units, programs)
-    end = first_unit(gl.program_id(0) + 1, units, programs)
+    begin = first_unit(gl.program_id(0), units, programs, blocks, lead)
+    end = first_unit(gl.program_id(0) + 1, units, programs, blocks, lead)
     # fmt: off
     given = (
         bias, squares, gain, residual, out, gained, squares_out, parts, counters, rows, columns, inner, count, eps, scale,
         out_stride,
     )
+    ring = (x_s, w_s, full, free, begin, end, blocks, units, programs, lead)
+    WAY: gl.constexpr = (
+        M, N, GROUPS, COLUMN_GROUPS, ROW_TILES, STAGES, NORM, PAIR, ACT, BIAS, RESIDUAL, GAIN, PDL, STORED,
+    )
     if GROUPS == 1:
         gl.warp_specialize([
-            (_consume, (0, given, x_s, w_s, full, free, begin, end, blocks, programs,
-                        M, N, GROUPS, COLUMN_GROUPS, ROW_TILES, STAGES, NORM, PAIR, ACT, BIAS, RESIDUAL, GAIN, PDL)),
-            (_produce, (x, w, x_s, w_s, full, free, begin, end, blocks, columns,
-                        M, N, ROW_GROUPS, COLUMN_GROUPS, ROW_TILES, K, STAGES, PAIR, PDL)),
+            (_consume, (0, given, ring, WAY)),
+            (_produce, (x, w, weights, x_s, w_s, full, free, begin, end, blocks, columns,
+                        M, N, ROW_GROUPS, COLUMN_GROUPS, ROW_TILES, K, STAGES, AHEAD, PAIR, PDL)),
         ], [1], [24])
     elif GROUPS == 2:
         gl.warp_specialize([
-            (_consume, (0, given, x_s, w_s, full, free, begin, end, blocks, programs,
-                        M, N, GROUPS, COLUMN_GROUPS, ROW_TILES, STAGES, NORM, PAIR, ACT, BIAS, RESIDUAL, GAIN, PDL)),
-            (_consume, (1, given, x_s, w_s, full, free, begin, end, blocks, programs,
-                        M, N, GROUPS, COLUMN_GROUPS, ROW_TILES, STAGES, NORM, PAIR, ACT, BIAS, RESIDUAL, GAIN, PDL)),
-            (_produce, (x, w, x_s, w_s, full, free, begin, end, blocks, columns,
-                        M, N, ROW_GROUPS, COLUMN_GROUPS, ROW_TILES, K, STAGES, PAIR, PDL)),
+            (_consume, (0, given, ring, WAY)),
+            (_consume, (1, given, ring, WAY)),
+            (_produce, (x, w, weights, x_s, w_s, full, free, begin, end, blocks, columns,
+                        M, N, ROW_GROUPS, COLUMN_GROUPS, ROW_TILES, K, STAGES, AHEAD, PAIR, PDL)),
         ], [4, 1], [REGISTERS, 24])
     elif GROUPS == 3:
         gl.warp_specialize([
-            (_consume, (0, given, x_s, w_s, full, free, begin, end, blocks, programs,
-                        M, N, GROUPS, COLUMN_GROUPS, ROW_TILES, STAGES, NORM, PAIR, ACT, BIAS, RESIDUAL, GAIN, PDL)),
-            (_consume, (1, given, x_s, w_s, full, free, begin, end, blocks, programs,
-                        M, N, GROUPS, COLUMN_GROUPS, ROW_TILES, STAGES, NORM, PAIR, ACT, BIAS, RESIDUAL, GAIN, PDL)),
-            (_consume, (2, given, x_s, w_s, full, free, begin, end, blocks, programs,
-                        M, N, GROUPS, COLUMN_GROUPS, ROW_TILES, STAGES, NORM, PAIR, ACT, BIAS, RESIDUAL, GAIN, PDL)),
-            (_produce, (x, w, x_s, w_s, full, free, begin, end, blocks, columns,
-                        M, N, ROW_GROUPS, COLUMN_GROUPS, ROW_TILES, K, STAGES, PAIR, PDL)),
+            (_consume, (0, given, ring, WAY)),
+            (_consume, (1, given, ring, WAY)),
+            (_consume, (2, given, ring, WAY)),
+            (_produce, (x, w, weights, x_s, w_s, full, free, begin, end, blocks, columns,
+                        M, N, ROW_GROUPS, COLUMN_GROUPS, ROW_TILES, K, STAGES, AHEAD, PAIR, PDL)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (_consume, (0, given, x_s, w_s, full, free, begin, end, blocks, programs,
-                        M, N, GROUPS, COLUMN_GROUPS, ROW_TILES, STAGES, NORM, PAIR, ACT, BIAS, RESIDUAL, GAIN, PDL)),
-            (_consume, (1, given, x_s, w_s, full, free, begin, end, blocks, programs,
-                        M, N, GROUPS, COLUMN_GROUPS, ROW_TILES, STAGES, NORM, PAIR, ACT, BIAS, RESIDUAL, GAIN, PDL)),
-            (_consume, (2, given, x_s, w_s, full, free, begin, end, blocks, programs,
-                        M, N, GROUPS, COLUMN_GROUPS, ROW_TILES, STAGES, NORM, PAIR, ACT, BIAS, RESIDUAL, GAIN, PDL)),
-            (_consume, (3, given, x_s, w_s, full, free, begin, end, blocks, programs,
-                        M, N, GROUPS, COLUMN_GROUPS, ROW_TILES, STAGES, NORM, PAIR, ACT, BIAS, RESIDUAL, GAIN, PDL)),
-            (_produce, (x, w, x_s, w_s, full, free, begin, end, blocks, columns,
-                        M, N, ROW_GROUPS, COLUMN_GROUPS, ROW_TILES, K, STAGES, PAIR, PDL)),
+            (_consume, (0, given, ring, WAY)),
+            (_consume, (1, given, ring, WAY)),
+            (_consume, (2, given, ring, WAY)),
+            (_consume, (3, given, ring, WAY)),
+            (_produce, (x, w, weights, x_s, w_s, full, free, begin, end, blocks, columns,
+                        M, N, ROW_GROUPS, COLUMN_GROUPS, ROW_TILES, K, STAGES, AHEAD, PAIR, PDL)),
         ], [4, 4, 4, 1], [REGISTERS, REGISTERS, REGISTERS, 24])
     # fmt: on
+
+
+def cut(tiles: int, blocks: int, programs: int) -> tuple[int, int]:
+    """Programs that tiles of so many blocks are cut among, at most `programs`, and the lead of those that finish tiles.
+
+    If nearly all programs get by with the same number a tile, tiles begin where programs do; who leaves a part then has less
+    to do, so that its part is there when it is wanted.
+    """
+    even = programs // tiles * tiles
+    if even > tiles and even >= 0.95 * programs and even // tiles <= blocks:
+        return even, blocks * tiles // even // LEAD
+    return min(programs, tiles * blocks), 0
+
+
+@cache
+def stored_layout(rows: int, outputs: int) -> Any:
+    """How results lie on the threads that store them: a thread has eight neighbouring ones, four threads 32, as the sums'
+    own layout has them after exchanges within a warp."""
+    held = [[0, 1], [0, 2], [0, 4], [8, 0], *([0, 32 << i] for i in range((outputs // 32).bit_length() - 1))]
+    held += [[64 << i, 0] for i in range((rows // 64).bit_length() - 1)]
+    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(held, lanes, [[16, 0], [32, 0]], [], [rows, outputs])
 
 
 def hopper_gemm(
@@ -364,8 +442,8 @@ def hopper_gemm(
     assert unfit(c, columns, inner, pair=pair is not None) is None
     tiles = w.shape[0] // (c.block_n * c.column_groups) * row_tiles
     groups = c.row_groups * c.column_groups
-    programs = min(work.programs, tiles * (inner // BLOCK_K))
-    assert 2 * programs * groups * c.block_m * c.block_n <= work.parts.numel()
+    programs, lead = cut(tiles, inner // BLOCK_K, work.programs)
+    assert programs * groups * c.block_m * c.block_n <= work.parts.numel()
     assert tiles * groups <= work.counters.numel()
     kind = gl.bfloat16 if source.dtype == torch.bfloat16 else gl.float16
     x_box, w_box = [c.block_m, BLOCK_K], [c.block_n // (2 if pair else 1), BLOCK_K]
@@ -382,12 +460,13 @@ def hopper_gemm(
         assert gained.count * MAX_ROWS.value <= gained.squares.numel()
     some = work.parts
     kernel[(programs,)](
-        x_given, TensorDescriptor.from_tensor(w, w_box, w_layout), some if bias is None else bias,
+        x_given, TensorDescriptor.from_tensor(w, w_box, w_layout), w, some if bias is None else bias,
         x.squares if normed else some, some if gain is None else gain, some if residual is None else residual,
         out, out if gained is None else gained.values, some if gained is None else gained.squares, work.parts, work.counters,
-        rows, columns, inner, x.count if normed else 0, eps, scale, out.stride(0),
+        rows, columns, inner, x.count if normed else 0, eps, scale, out.stride(0), lead,
         M=c.block_m, N=c.block_n, ROW_GROUPS=c.row_groups, COLUMN_GROUPS=c.column_groups, ROW_TILES=row_tiles,
-        K=BLOCK_K, STAGES=c.stages, REGISTERS=REGISTERS[groups], NORM=normed, PAIR=pair is not None,
+        K=BLOCK_K, STAGES=c.stages, AHEAD=c.ahead, REGISTERS=REGISTERS[groups], NORM=normed, PAIR=pair is not None,
         ACT=ACTIVATIONS[pair or "silu"], BIAS=bias is not None, RESIDUAL=residual is not None, GAIN=gained is not None,
-        PDL=pdl, X_LAYOUT=x_layout, W_LAYOUT=w_layout, num_warps=4, **({"launch_pdl": True} if pdl else {}),
+        PDL=pdl, X_LAYOUT=x_layout, W_LAYOUT=w_layout, STORED=stored_layout(c.block_m, w_box[0]),
+        num_warps=4, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
