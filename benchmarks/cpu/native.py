@@ -100,9 +100,11 @@ class Bench:
         tables = list(blocks.reshape(groups, count, width))
         positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
         tokens = self.random.integers(100, self.spec.vocab_size, rows) if ids is None else np.array(ids, np.int64)
-        empty = np.empty(0, np.int64)
-        size = self.layout.block_tokens
-        return Batch(tokens, positions, [], np.arange(count), starts_, lengths_, firsts, tables, size, empty)
+        made = Batch.__new__(Batch)  # of given blocks and ids, where a server's come out of its slots
+        made.token_ids, made.positions, made.tables = tokens, positions, tables
+        made.slots, made.starts, made.lengths, made.first_rows = np.arange(count), starts_, lengths_, firsts
+        made.block_tokens = self.layout.block_tokens
+        return made
 
     def seconds(self, starts: list[int], lengths: list[int], least_s: float) -> list[float]:
         """Times of whole steps: layers and the head over one row per sequence; choosing a token is left out."""
