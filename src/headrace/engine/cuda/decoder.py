@@ -31,7 +31,7 @@ from headrace.engine.kernels.gemm import (
 from headrace.engine.kernels.norm import add_norm
 from headrace.engine.kernels.prefill import HOPPER_TILE, PrefillWorkspace, prefill_attention
 from headrace.engine.kernels.rope import rope_cache
-from headrace.engine.kernels.table import GemmTable
+from headrace.engine.kernels.table import BUCKETS, GemmTable
 from headrace.spec.cache import CacheLayout
 from headrace.spec.model import Attention, ModelSpec, Rope
 
@@ -220,6 +220,15 @@ class Decoder:
     def _fused_configs(self, rows: int) -> list[GemmConfig | None]:
         w, config = self._weights.layers[0], self._products.config
         return [config(rows, w.qkv), config(rows, w.out), config(rows, w.up, pair=True), config(rows, w.down)]
+
+    def specialized(self) -> str:
+        """Which products are warp-specialized, for the notes of the start; if none is, why not."""
+        if (why := self._products.why_not_specialized) is not None:
+            return f"the library's, since {why}"
+        found = [n for n in BUCKETS if n <= self.rows and self.fused(n) and self._fused_configs(n)[0].block_m]
+        if not found:
+            return "the library's, since no table has others for these shapes (headrace tune)"
+        return f"warp-specialized in decode steps padded to {', '.join(map(str, found))} rows"
 
     def kernels_of(self, rows: int) -> tuple[object, ...]:
         """What tells the kernels of decode steps of so many rows from those of other sizes."""

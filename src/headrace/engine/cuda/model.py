@@ -199,6 +199,11 @@ class CudaModel:
             if self._graphs
             else "decode graphs are off",
             *attention,
+            *(
+                [f"products of more than 32 rows: {decoder.specialized()}"]
+                if self.weights_precision == self._computed
+                else []
+            ),
             "programmatic dependent launch is " + ("on" if pdl else "off"),
             f"buffers of split work, tables and rotations: {format_bytes(decoder.workspace_bytes)}",
         ]
