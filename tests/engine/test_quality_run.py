@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -292,6 +293,8 @@ def test_the_command_prints_a_table_or_json(toy, tmp_path, capsys) -> None:
     out = capsys.readouterr().out
     assert "perplexity" in out
     assert "torch bf16 / fp16" in out
+    assert re.search(r"normed +prompt tok/s +answer tok/s\n", out), "what was timed is shown"
+    assert "2 times" in out
     assert sorted(p.name for p in tmp_path.iterdir()) == ["text.txt"]
 
 
@@ -305,3 +308,4 @@ def test_the_table_names_what_was_asked_where_it_differs(toy, questions, tmp_pat
     config = config_of(toy[1], "torch")
     report = measure(config, [("bf16", "auto")], TEXT, "t", questions, SETTINGS, scratch=tmp_path)
     assert "torch bf16 / auto = fp32" in as_text(report)
+    assert "tok/s" not in as_text(report)

@@ -86,10 +86,20 @@ def as_text(report: QualityReport) -> str:
         "accuracy",
         "normed",
     )
-    rows = [head, *(_row(f) for f in (report.unquantized, *report.formats))]
-    wide = [max(len(row[k]) for row in rows) for k in range(len(head))]
+    found = (report.unquantized, *report.formats)
+    rows = [head, *(_row(f) for f in found)]
+    if any(f.speed is not None for f in found):
+        speeds = [("prompt tok/s", "answer tok/s"), *(_speed(f.speed) for f in found)]
+        rows = [(*row, *speed) for row, speed in zip(rows, speeds, strict=True)]
+    wide = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, wide, strict=True)).rstrip() for row in rows]
     lines.append("95 % intervals in brackets: " + _legend(report))
+    timed = next((f.speed for f in found if f.speed is not None), None)
+    if timed is not None:
+        lines.append(
+            f"speed: one sequence alone, a prompt of {timed.prompt_tokens} tokens and an answer of {timed.decode_tokens}, "
+            f"{timed.repeats} times"
+        )
     return "\n".join(lines)
 
 
@@ -110,6 +120,12 @@ def _row(f: FormatQuality) -> tuple[str, ...]:
         spread(f.accuracy, ".1%"),
         spread(f.accuracy_normalized, ".1%"),
     )
+
+
+def _speed(found: Speed | None) -> tuple[str, str]:
+    if found is None:
+        return "", ""
+    return spread(found.prompt_tokens_per_s, ",.0f"), spread(found.decode_tokens_per_s, ",.1f")
 
 
 def _name(f: FormatQuality) -> str:
