@@ -160,11 +160,11 @@ def prompts(plans: FlashInfer, spec: ModelSpec, properties, sms: int) -> None:
         if hopper and not short:
             from headrace.engine.kernels.prefill_hopper import TILE, prefill_hopper
 
-            wide = tiles(TILE)
+            wide, total = tiles(TILE), ints([start])
 
             def run_ours():
                 if start:
-                    gather_rows(kv, tables, chunks, offsets, flat, start, align=TILE)
+                    gather_rows(kv, tables, chunks, offsets, total, flat, programs=8 * sms)
                 prefill_hopper(qkv, ours, flat, chunks, wide, offsets, H, KV, scale=D**-0.5, programs=sms)
         else:
             rows = 64 if short else 128

@@ -180,11 +180,11 @@ def prefill() -> None:
             from headrace.engine.kernels.blocks import gather_rows
             from headrace.engine.kernels.prefill_hopper import TILE, prefill_hopper
 
-            wide = tiles(TILE)
+            wide, total = tiles(TILE), ints([start])
 
             def specialized():
                 if start:
-                    gather_rows(kv, tables, chunks, offsets, gathered, start, align=TILE)
+                    gather_rows(kv, tables, chunks, offsets, total, gathered, programs=8 * 132)
                 prefill_hopper(qkv, out, gathered, chunks, wide, offsets, H, KV, scale=D**-0.5, programs=132)
 
             launches.append(specialized)
@@ -311,7 +311,8 @@ def codes() -> None:
             )  # fmt: skip
             launch()
             found.append((round(graph_us(launch, 1, 9), 1), block_n, warps, stages))
-        gather = lambda: gather_rows(kv, tables, chunks, offsets, gathered, start, align=128, scales=scales)  # noqa: E731
+        gather = lambda: gather_rows(kv, tables, chunks, offsets, total, gathered, programs=8 * 132, scales=scales)  # noqa: E731
+        total = ints([start])
         gather()
         report(step="codes-prompts", kv=name, short=sorted(found), gather_us=round(graph_us(gather, 1, 9), 1))
     rows, shared, own = 64, 2048, 128

@@ -283,7 +283,9 @@ def test_gathered_rows_are_what_the_codes_mean(name):
     scene = CodedScene([max(s, 1) for s in starts], 2, kv_heads, dim, bt, name)
     chunks = ints([[i, s, 5, 5 * i] for i, s in enumerate(starts)])
     out = torch.full((448, 2 * kv_heads * dim), 7.0, dtype=torch.float16, device=DEVICE)
-    gather_rows(scene.kv, scene.tables, chunks, ints([0, 128, 128]), out, 130, align=128, scales=scene.scales)
+    gather_rows(
+        scene.kv, scene.tables, chunks, ints([0, 128, 128]), ints([384]), out, programs=5, scales=scene.scales
+    )  # fmt: skip
     for i, (s, first) in enumerate(zip(starts, (0, 128, 128), strict=True)):
         if s:
             wanted = torch.cat([scene.keys[i][:s].flatten(1), scene.values[i][:s].flatten(1)], 1).half()

@@ -42,7 +42,7 @@ def test_gathered_rows_are_the_cached_ones_then_zeros():
     kv, tables = paged(keys, values, bt)
     chunks = ints([[i, s, 5, 5 * i] for i, s in enumerate(starts)])
     out = torch.full((448, 2 * kv_heads * dim), 7.0, dtype=torch.float16, device=DEVICE)
-    gather_rows(kv, tables, chunks, ints([0, 128, 128]), out, 130, align=TILE)
+    gather_rows(kv, tables, chunks, ints([0, 128, 128]), ints([384]), out, programs=7)
     assert torch.equal(out[:37], torch.cat([keys[0].flatten(1), values[0].flatten(1)], 1))
     assert not out[37:128].any()
     assert torch.equal(out[128:258], torch.cat([keys[2].flatten(1), values[2].flatten(1)], 1))
@@ -54,12 +54,13 @@ def test_gathered_rows_are_the_cached_ones_then_zeros():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 128), (3, 3, 64), (32, 8, 128)])
 def test_long_prompts(dtype, heads, kv_heads, dim):
-    from headrace.engine.kernels.prefill_hopper import prefill_hopper
+    from headrace.engine.kernels.prefill_hopper import Parts, prefill_hopper
 
     rng = random.Random(heads)
-    for case in range(4):
+    for case in range(7):
         lengths = [rng.choice([1, 64, 127, 128, 129, 300, 700]) for _ in range(rng.randint(1, 5))]
-        starts = [rng.choice([0, 0, 1, 128, 200, 1000]) for _ in lengths]
+        # In the last three all have cached keys, enough to be cut into parts.
+        starts = [rng.choice([0, 0, 1, 128, 200, 1000] if case < 4 else [385, 512, 1000, 1100]) for _ in lengths]
         ends = [s + n for s, n in zip(starts, lengths, strict=True)]
         keys, values = (
             [randn(n, kv_heads, dim, dtype=dtype, seed=case + 7 * i + j) for i, n in enumerate(ends)] for j in (1, 2)
@@ -83,19 +84,35 @@ def test_long_prompts(dtype, heads, kv_heads, dim):
         offsets = [sum(padded[:i]) for i in range(len(padded))]
         cached = torch.full((max(sum(padded), TILE), 2 * kv_heads * dim), float("nan"), dtype=dtype, device=DEVICE)
         if max(starts):
-            gather_rows(kv, tables, chunks, ints(offsets), cached, max(starts), align=TILE)
+            gather_rows(kv, tables, chunks, ints(offsets), ints([sum(padded)]), cached, programs=264)
         tiles = [(s + m, i, m) for i, (s, n) in enumerate(zip(starts, lengths, strict=True)) for m in range(0, n, TILE)]
         tiles = ints([[i, m] for _, i, m in sorted(tiles, reverse=True)])
         out = torch.full((total, heads * dim), 5.0, dtype=dtype, device=DEVICE)
-        for programs in (132, 3):
+        for programs, parts in ((132, 0), (3, 0), (132, 1), (132, 2), (132, 3), (7, 4)):
+            # Parts of nothing are not asked for.
+            if parts > 1 and min(starts) <= (parts - 1) * TILE:
+                continue
+            planned = {}
+            if parts:
+                # Of a list with room for more, the device's own numbers count.
+                work = Parts(2 * heads * (len(tiles) + 1) * parts, dim, DEVICE)
+                planned = {"counts": ints([len(tiles), parts]), "work": work}
+            room = torch.cat([tiles, ints([[10**6, 10**6]])]) if parts else tiles
             prefill_hopper(
-                qkv, out, cached, chunks, tiles, ints(offsets), heads, kv_heads, scale=dim**-0.5, programs=programs
-            )
+                qkv, out, cached, chunks, room, ints(offsets), heads, kv_heads, scale=dim**-0.5, programs=programs,
+                **planned,
+            )  # fmt: skip
             for first, n, s, q, k, v in zip(firsts, lengths, starts, queries, keys, values, strict=True):
                 group = heads // kv_heads
                 k, v = (t.double().repeat_interleave(group, 1) for t in (k, v))
                 scores = torch.einsum("mhd,nhd->hmn", q.double(), k) * dim**-0.5
                 seen = torch.arange(s + n, device=DEVICE)[None] <= s + torch.arange(n, device=DEVICE)[:, None]
                 wanted = torch.einsum("hmn,nhd->mhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
-                assert gap(out[first : first + n], wanted.flatten(1)) < TOLERANCE[dtype], (starts, lengths, programs)
+                assert gap(out[first : first + n], wanted.flatten(1)) < TOLERANCE[dtype], (
+                    starts,
+                    lengths,
+                    programs,
+                    parts,
+                )
                 assert (out[first + n : first + n + 3] == 5.0).all()
+            out.fill_(5.0)

@@ -49,6 +49,10 @@ SHORT_TILE = 64
 SPLIT_TILES, PREFILL_SPLITS = 8, 4
 ADDED_ROWS = 1024
 """From so many rows on a product adds to the residual stream itself; for fewer, the library's kernels that add are slower."""
+MOST_PARTS, PART_TOKENS = 4, 1024
+"""Most parts of a tile's cached keys in the warp-specialized kernel, and the fewest keys that are worth one."""
+GATHERERS = 8
+"""Programs on each multiprocessor that gather cached keys."""
 PACKED_ROWS = 64
 """Rows (queries times heads of a KV head) in a tile of shared-prefix attention."""
 
@@ -60,9 +64,10 @@ class DeviceStep:
     Per row: `ids` (negative: the slot's last sampled id), `slots` (-1: padding), `positions`. `chunks` [n, 4] and `tiles`
     [t, 2] as `prefill_attention` takes them. `firsts`, `prefix_tiles`: shared prefixes of the decode rows. `picked`: rows
     whose logits are wanted; None means all of them. `offsets` [n]: the tiles are for the warp-specialized kernel, and there the
-    cached keys of chunk i (at most `longest`) are gathered from row `offsets[i]` on. `keep_all`: the last hidden states of all
-    rows are wanted in `x`; else the last layer goes on with the picked rows only after its attention, which then needs no other
-    tiles than `last_tiles`. `planned`: attention of another package, which needs none of the above.
+    cached keys of chunk i are gathered from row `offsets[i]` on, `gathered` [1] rows in all (None: there are none). `counts` [2]:
+    how many of the tiles count and the parts their cached keys are cut into, where a captured step serves many. `keep_all`: the
+    last hidden states of all rows are wanted in `x`; else the last layer goes on with the picked rows only after its attention,
+    which then needs no other tiles than `last_tiles`. `planned`: attention of another package, which needs none of the above.
     """
 
     ids: torch.Tensor
@@ -78,7 +83,8 @@ class DeviceStep:
     keep_all: bool = False
     last_tiles: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
-    longest: int = 0
+    gathered: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
     planned: Planned | None = None
 
 
@@ -156,6 +162,7 @@ class Decoder:
         if self.why_not_hopper is None:
             self.gathered_rows = max(8192, triton.cdiv(limits.max_model_len, HOPPER_TILE) * HOPPER_TILE)
             self._gathered = empty(self.gathered_rows, 2 * layout.num_kv_heads * layout.head_dim)
+            self._parts = self._hopper.Parts(sms, layout.head_dim, device)
         widest = max(max(len(w.qkv), len(w.up), hidden) for w in weights.layers)
         programs = sms if why_not_specialized(capability, dtype) is None else 0
         self._gemm = GemmWorkspace(PART_ROWS * max(widest, 1), max(widest, spec.vocab_size) // 16 + 1, device, programs)
@@ -183,7 +190,7 @@ class Decoder:
     def workspace_bytes(self) -> int:
         """Bytes of split-work buffers, rotation tables and block tables."""
         turns = sum(t.nbytes for t in self._turns.values()) + self._no_turn.nbytes
-        turns += self._gathered.nbytes if self.gathered_rows else 0
+        turns += self._gathered.nbytes + self._parts.nbytes if self.gathered_rows else 0
         return (
             self._work.nbytes
             + self._prefill_work.nbytes
@@ -193,6 +200,12 @@ class Decoder:
             + self.tables.nbytes
             + self.last_ids.nbytes
         )
+
+    def parts(self, tiles: int, least_cached: int) -> int:
+        """Parts that the warp-specialized kernel should cut the cached keys of each tile into, where every chunk has
+        `least_cached` or more: a program for each, and none too short."""
+        heads = max(a.num_heads for a in self._mixers)
+        return max(1, min(MOST_PARTS, self._sms // (tiles * heads), least_cached // PART_TOKENS))
 
     def splits(self, rows: int) -> int:
         """Parts that a context is cut into: enough programs for the card, fewer where there are many rows."""
@@ -482,13 +495,14 @@ class Decoder:
                 scales=scales, pdl=pdl and n == rows, **rules, **given,
             ))  # fmt: skip
         if step.chunks is not None and step.offsets is not None:
-            if step.longest:
+            if step.gathered is not None:
                 parts.append(lambda: gather_rows(
-                    kv, tables, step.chunks, step.offsets, self._gathered, step.longest, align=HOPPER_TILE, scales=scales
+                    kv, tables, step.chunks, step.offsets, step.gathered, self._gathered, programs=GATHERERS * self._sms,
+                    scales=scales,
                 ))  # fmt: skip
             parts.append(lambda: self._hopper.prefill_hopper(
                 qkv, out, self._gathered, step.chunks, step.tiles, step.offsets, a.num_heads, a.num_kv_heads,
-                scale=rules["scale"], programs=self._sms,
+                scale=rules["scale"], programs=self._sms, counts=step.counts, work=self._parts,
             ))  # fmt: skip
         elif step.chunks is not None:
             work = self._prefill_work if step.tile_rows == SHORT_TILE else None

@@ -20,7 +20,7 @@ def graph_sizes(max_rows: int) -> list[int]:
 
 
 Key = tuple[int, bool] | tuple[str, int, int]
-"""Decode steps: rows and whether prefixes are shared; mixed steps: "mixed", decode rows, prompt tokens."""
+"""Decode steps: rows and whether prefixes are shared; mixed steps: "mixed" or "deep", decode rows, prompt tokens."""
 
 
 class DecodeGraphs:

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -38,13 +38,21 @@ from headrace.spec.cache import CacheLayout
 
 MIXED_TOKENS = (64, 128, 256, 512)
 """Prompt tokens of captured mixed steps; longer chunks keep the device busy enough to be launched one kernel at a time."""
-MIXED_TILE = SHORT_TILE
+DEEP_TOKENS = (256, 512)
+"""Of these, captured a second time for chunks over long contexts, with the warp-specialized kernel."""
+DEEP_START = 1024
+"""Cached keys of a chunk from which on it pays to gather them for that kernel."""
 SORTED_ROWS = 32
 """From so many rows on, the longest contexts go first: attention that starts last should end soon."""
 COMPILE_THREADS = 12
 
 _LOGIT_ROWS = 64
 """Rows of logits held at once while prompt log-probabilities are computed."""
+
+
+def gathered_of(starts: np.ndarray) -> np.ndarray:
+    """Rows that the cached keys of chunks take once they are gathered."""
+    return -(-starts // HOPPER_TILE) * HOPPER_TILE
 
 
 @dataclass(slots=True)
@@ -137,7 +145,7 @@ class Runner:
         self.graphs = DecodeGraphs()
         self._sizes = np.array(graph_sizes(decoder.rows))
         self._graphed = False
-        self._mixed_keys: list[tuple[int, int]] = []
+        self._mixed_keys: list[tuple[str, int, int]] = []
 
     # Graphs
 
@@ -195,6 +203,7 @@ class Runner:
             tiles = blank[:9].view(3, 3)
             cascades.append(DeviceStep(blank[:4], blank[:4], blank[:4], 4, firsts=blank[:4], prefix_tiles=tiles))
         rows = min(512, decoder.tokens)
+        deep: list[DeviceStep] = []
         hopper = decoder.gathered_rows > 0
         for tile_rows in (SHORT_TILE, HOPPER_TILE) if hopper else (SHORT_TILE, 128, 256):
             chunks, tiles = blank[4:8].view(1, 4), blank[4:6].view(1, 2)
@@ -202,10 +211,11 @@ class Runner:
             if hopper and tile_rows > SHORT_TILE:
                 # A tile of a chunk of no tokens, whose one block is read from the first rows and not stored.
                 step.chunks, step.tiles = torch.zeros_like(chunks), torch.zeros_like(tiles)
-                step.offsets, step.longest = torch.zeros_like(blank[:4]), 1
+                step.offsets, step.gathered = torch.zeros_like(blank[:4]), torch.zeros_like(blank[:1])
+                deep.append(replace(step, gathered=None, counts=torch.zeros_like(blank[:4])))
             steps.append(step)
         beside = {}
-        for count in sorted({r for r, _ in self._mixed_sizes()}):
+        for count in sorted({r for _, r, _ in self._mixed_sizes()}):
             beside.setdefault(decoder.decode_kernel(count), count)
         jobs_beside = []
         for shape, count in beside.items():
@@ -223,7 +233,7 @@ class Runner:
         plain = [s for s in steps if not (s.decode_rows == len(s.ids) and decoder.fused(len(s.ids)))]
         partial = {id(s) for s in [*plain[1:], *cascades]}
         # Attention of prompts takes longest to compile, then that of shared prefixes: two kernels, one after the other.
-        made = []
+        made = [job for s in deep for job in decoder.compile_jobs(s, others=False)[-1:]]
         for s in [steps[-1], *cascades, *steps[-2::-1]]:
             made += decoder.compile_jobs(s, attention=id(s) not in attended, others=id(s) not in partial)
         jobs = made + jobs_beside + jobs
@@ -237,49 +247,68 @@ class Runner:
             list(pool.map(one_job, jobs))
         torch.cuda.synchronize(self._device)
 
-    def _mixed_padding(self, rows: int, tokens: int) -> Packed:
+    def _mixed_padding(self, kind: str, rows: int, tokens: int) -> Packed:
         return self.metadata.send(
             {
                 "ids": np.zeros(rows + tokens, np.int32),
                 "slots": np.full(rows + tokens, -1, np.int32),
                 "positions": np.zeros(rows + tokens, np.int32),
-                **self._mixed_tables(rows, tokens, [], [], [], []),
+                **self._mixed_tables(rows, tokens, [], [], [], [], [0, 1] if kind == "deep" else None),
             }
         )
 
     def warm_up_mixed(self, *, graphs: bool) -> None:
         """The same for steps of running sequences beside a short chunk of prompts."""
-        for rows, tokens in self._mixed_sizes():
-            step, sample = self._mixed_step(self._mixed_padding(rows, tokens), rows)
+        for kind, rows, tokens in self._mixed_sizes():
+            step, sample = self._mixed_step(self._mixed_padding(kind, rows, tokens), rows)
             self._launch_mixed(step, sample)
             if graphs:
-                self.graphs.capture(("mixed", rows, tokens), lambda s=step, t=sample: self._launch_mixed(s, t))
+                self.graphs.capture((kind, rows, tokens), lambda s=step, t=sample: self._launch_mixed(s, t))
 
-    def _mixed_sizes(self) -> list[tuple[int, int]]:
+    def _mixed_sizes(self) -> list[tuple[str, int, int]]:
+        """Kind ("mixed", or "deep" over long contexts), decode rows and prompt tokens of graphed mixed steps, descending."""
         if self._planner is not None:
             return []  # its plans of mixed steps are not captured
-        most = self._decoder.rows
-        rows = sorted({min(n, most) for n in (8, 32, 64, 128, 192, 256)})
-        return [(r, t) for t in MIXED_TOKENS for r in rows if r + t <= self._decoder.tokens][::-1]
+        most, deep = self._decoder.rows, self._decoder.gathered_rows > DEEP_START
+        sizes = [("mixed", r, t) for t in MIXED_TOKENS for r in (8, 32, 64, 128, 192, 256)]
+        sizes += [("deep", r, t) for t in DEEP_TOKENS for r in (16, 64, 128, 256) if deep]
+        return sorted({(k, min(r, most), t) for k, r, t in sizes if min(r, most) + t <= self._decoder.tokens})[::-1]
 
-    def _mixed_tables(self, rows: int, tokens: int, chunks, tiles, picked, sample) -> dict[str, np.ndarray]:
-        """Arrays of a graphed mixed step, padded to what its size may hold; the last chunk is always padding."""
+    def _mixed_tables(
+        self, rows: int, tokens: int, chunks, tiles, picked, sample, counts: Sequence[int] | None
+    ) -> dict[str, np.ndarray]:
+        """Arrays of a graphed mixed step, padded to what its size may hold; the last chunk is always padding.
+
+        `counts`: tiles that count, and parts of their cached keys, of a deep one.
+        """
         most = tokens // 16
         padded = np.zeros((most, 4), np.int32)
         padded[: len(chunks)] = np.reshape(chunks, (-1, 4))
-        all_tiles = np.zeros((tokens // MIXED_TILE + most, 2), np.int32)
+        all_tiles = np.zeros((tokens // SHORT_TILE + most, 2), np.int32)
         all_tiles[:, 0] = most - 1
         all_tiles[: len(tiles)] = np.reshape(tiles, (-1, 2))
+        deep = {}
+        if counts is not None:
+            cached = gathered_of(padded[:, 1])
+            deep = {
+                "offsets": np.cumsum(cached) - cached,
+                "counts": np.array(counts),
+                "gathered": cached.sum(keepdims=True),
+            }
         logits = min(rows + most, self._decoder.rows)
         picks, slots = np.zeros(logits, np.int32), np.full(logits, -1, np.int32)
         picks[: len(picked)], slots[: len(sample)] = picked, sample
-        return {"chunks": padded, "tiles": all_tiles, "picked": picks, "sample": slots}
+        return {"chunks": padded, "tiles": all_tiles, "picked": picks, "sample": slots, **deep}
 
     def _mixed_step(self, meta: Packed, rows: int) -> tuple[DeviceStep, torch.Tensor]:
-        return DeviceStep(
+        step = DeviceStep(
             meta["ids"], meta["slots"], meta["positions"], rows, meta["chunks"].view(-1, 4), meta["tiles"].view(-1, 2),
-            MIXED_TILE, picked=meta["picked"],
-        ), meta["sample"]  # fmt: skip
+            SHORT_TILE, picked=meta["picked"],
+        )  # fmt: skip
+        if "counts" in meta:
+            step.tile_rows, step.offsets = HOPPER_TILE, meta["offsets"]
+            step.counts, step.gathered = meta["counts"], meta["gathered"]
+        return step, meta["sample"]
 
     def _launch_mixed(self, step: DeviceStep, sample: torch.Tensor) -> None:
         count = len(sample)
@@ -464,13 +493,18 @@ class Runner:
         if (positions < self._slots.prompt_lengths[slots] - 1).any():  # prompts that came in pieces of one token
             self._prompt_logprobs(step)
 
-    def _mixed_size(self, rows: int, lengths: np.ndarray) -> tuple[int, int] | None:
-        """The least graphed size that holds a mixed step, if there is one."""
+    def _mixed_size(self, kind: str, rows: int, lengths: np.ndarray) -> tuple[str, int, int] | None:
+        """The least graphed size of a kind that holds a mixed step, if there is one."""
         tokens = int(lengths.sum())
         if not self._graphed or tokens > MIXED_TOKENS[-1]:
             return None
-        fitting = [(t, r) for r, t in self._mixed_keys if r >= rows and t >= tokens and len(lengths) < t // 16]
-        return min(fitting)[::-1] if fitting else None
+        fitting = [
+            (t, r) for k, r, t in self._mixed_keys if k == kind and r >= rows and t >= tokens and len(lengths) < t // 16
+        ]
+        if not fitting:
+            return None
+        tokens, rows = min(fitting)
+        return kind, rows, tokens
 
     def _submit_mixed(
         self, step: CudaStep, plan: StepPlan, single: list[Chunk], longer: list[Chunk], appended: list[np.ndarray]
@@ -481,13 +515,14 @@ class Runner:
         long_slots = np.fromiter((c.slot for c in longer), np.int64, len(longer))
         n, tokens = len(single), int(lengths.sum())
         keep_all = any(self._sampling.rules[c.slot].prompt_logprobs is not None for c in plan.chunks)
-        size = None if keep_all else self._mixed_size(n, lengths)
-        base, room = size or (n, tokens)
-        firsts = base + np.cumsum(lengths) - lengths
         longest = int(lengths.max())
-        cached = -(-starts // HOPPER_TILE) * HOPPER_TILE
-        hopper = size is None and longest > SHORT_TILE and cached.sum() <= self._decoder.gathered_rows > 0
-        if size or longest <= SHORT_TILE:
+        cached = gathered_of(starts)
+        hopper = longest > SHORT_TILE and cached.sum() <= self._decoder.gathered_rows > 0
+        deep = hopper and longest > HOPPER_TILE and int(starts.max()) >= DEEP_START
+        size = None if keep_all else self._mixed_size("deep" if deep else "mixed", n, lengths)
+        base, room = size[1:] if size else (n, tokens)
+        firsts = base + np.cumsum(lengths) - lengths
+        if (size and not deep) or longest <= SHORT_TILE:
             tile_rows = SHORT_TILE
         elif self._decoder.gathered_rows:
             tile_rows = HOPPER_TILE if hopper else SHORT_TILE
@@ -528,11 +563,13 @@ class Runner:
             "positions": rows_of(positions, long_positions, 0),
         }
         if size:
-            arrays |= self._mixed_tables(base, room, chunks, tiles, picked, sample)
+            parts = self._decoder.parts(len(tiles), int(starts.min())) if deep else 1
+            counts = [len(tiles), parts] if deep else None
+            arrays |= self._mixed_tables(base, room, chunks, tiles, picked, sample, counts)
         else:
             arrays |= {"chunks": chunks, "tiles": tiles}
             if hopper:
-                arrays["offsets"] = (np.cumsum(cached) - cached).astype(np.int32)
+                arrays["offsets"], arrays["gathered"] = np.cumsum(cached) - cached, cached.sum(keepdims=True)
             ends = [(i, (c.length - 1) // tile_rows * tile_rows) for i, c in enumerate(longer) if c.sample]
             if ends:
                 arrays["last_tiles"] = np.array(ends, np.int32)
@@ -543,13 +580,14 @@ class Runner:
         meta = self.metadata.send(arrays)
         self._changes(meta)
         if size:
-            self.graphs.replay(("mixed", *size))
+            self.graphs.replay(size)
         else:
             device_step = DeviceStep(
                 meta["ids"], meta["slots"], meta["positions"], n, meta["chunks"].view(-1, 4),
                 meta["tiles"].view(-1, 2), tile_rows, picked=meta["picked"] if sampled else None,
                 keep_all=keep_all, last_tiles=meta["last_tiles"].view(-1, 2) if ends else None,
-                offsets=meta["offsets"] if hopper else None, longest=int(starts.max()),
+                offsets=meta["offsets"] if hopper else None,
+                gathered=meta["gathered"] if hopper and starts.any() else None,
                 planned=self._planner
                 and self._planner.mixed(slots, positions, long_slots, starts, lengths, self._slots.tables),
             )  # fmt: skip

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 KINDS = (
-    ("attention", ("_decode", "_prefill", "_prefix")),
+    ("attention", ("_decode", "_prefill", "_prefix", "_merge_parts")),
     ("rope and cache", ("_rope_cache",)),
     ("norm", ("_add_norm",)),
     ("activation", ("_activate",)),

@@ -41,22 +41,25 @@ def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:
     _copy[(len(pairs), pool.shape[0])](pool, pairs, elements, pool.stride(0), BLOCK=2048, num_warps=8)
 
 
-@triton.jit(do_not_specialize=["align"])
+@triton.jit(do_not_specialize=["count"])
 def _gather(
-    kv, scales, tables, chunks, offsets, out, align, table_stride, block_stride, out_stride,
+    kv, scales, tables, chunks, offsets, total, out, count, table_stride, block_stride, out_stride,
     KV_HEADS: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr, BT: tl.constexpr, BLOCK: tl.constexpr,
     CODE: tl.constexpr,
 ):  # fmt: skip
-    chunk = tl.program_id(1)
-    start = tl.load(chunks + 4 * chunk + 1)
-    n0 = tl.program_id(0) * BLOCK
-    if n0 < tl.cdiv(start, align) * align:
+    PARTS: tl.constexpr = 2 * KV_HEADS  # keys of each head, then values
+    CHUNKS: tl.constexpr = 64
+    c = tl.arange(0, CHUNKS)
+    d = tl.arange(0, D_P)[None, :]
+    for piece in range(tl.program_id(0), tl.load(total) // BLOCK * PARTS, tl.num_programs(0)):
+        row0 = piece // PARTS * BLOCK
+        part = piece % PARTS
+        chunk = -1
+        for c0 in range(0, count, CHUNKS):
+            chunk += tl.sum((tl.load(offsets + c0 + c, c0 + c < count, row0 + 1) <= row0).to(tl.int32), 0)
         slot = tl.load(chunks + 4 * chunk).to(tl.int64)
-        offset = tl.load(offsets + chunk).to(tl.int64)
-        part = tl.program_id(2)  # keys of each head, then values
-        n = n0 + tl.arange(0, BLOCK)
-        d = tl.arange(0, D_P)[None, :]
-        there = n < start
+        n = row0 - tl.load(offsets + chunk) + tl.arange(0, BLOCK)
+        there = n < tl.load(chunks + 4 * chunk + 1)
         page = tl.load(tables + slot * table_stride + n // BT, there, 0).to(tl.int64)
         token = part * BT + n % BT
         if CODE == PLAIN:
@@ -70,8 +73,8 @@ def _gather(
             if CODE == INT8:
                 values *= tl.load(scales + page * block_stride + token, there, 0.0).to(tl.float32)[:, None]
             values = values.to(out.dtype.element_ty)
-        inside = n < tl.cdiv(start, align) * align
-        tl.store(out + (offset + n)[:, None] * out_stride + part * D + d, values, inside[:, None] & (d < D))
+        row = row0.to(tl.int64) + tl.arange(0, BLOCK)
+        tl.store(out + row[:, None] * out_stride + part * D + d, values, tl.broadcast_to(d < D, [BLOCK, D_P]))
 
 
 def gather_rows(
@@ -79,21 +82,22 @@ def gather_rows(
     tables: torch.Tensor,
     chunks: torch.Tensor,
     offsets: torch.Tensor,
+    total: torch.Tensor,
     out: torch.Tensor,
-    longest: int,
     *,
-    align: int,
+    programs: int,
     scales: torch.Tensor | None = None,
 ) -> None:
     """Cached keys and values of each chunk, token by token: out [rows, 2 * kv_heads * dim] from row `offsets[i]` on.
 
     `kv`, `scales`: see `headrace.engine.kernels.codes.geometry`. `chunks` as `prefill_attention` takes them; what lies before
-    their start is gathered (at most `longest` tokens). Each chunk's rows are filled up with zeros to a multiple of `align`.
+    their start is gathered. `offsets` ascend in multiples of 64, the first is 0; `total` [1] int32: rows in all. What
+    a chunk leaves of its rows is filled with zeros. `programs`: the card's multiprocessors, or some multiple.
     """
     code, kv_heads, block_tokens, dim = geometry(kv, scales)
-    block = 64
-    _gather[(triton.cdiv(triton.cdiv(longest, align) * align, block), len(chunks), 2 * kv_heads)](
-        kv, kv if scales is None else scales, tables, chunks, offsets, out, align, tables.stride(0), kv.stride(0), out.stride(0),
-        KV_HEADS=kv_heads, D=dim, D_P=triton.next_power_of_2(dim), BT=block_tokens, BLOCK=block, CODE=code,
+    _gather[(programs,)](
+        kv, kv if scales is None else scales, tables, chunks, offsets, total, out, len(chunks),
+        tables.stride(0), kv.stride(0), out.stride(0),
+        KV_HEADS=kv_heads, D=dim, D_P=triton.next_power_of_2(dim), BT=block_tokens, BLOCK=64, CODE=code,
         num_warps=4,
     )  # fmt: skip

@@ -7,11 +7,16 @@ and take tiles one after the other, the longest first, in serpentine order.
 
 Bulk copies need keys that lie in rows: those of earlier steps are gathered from their blocks first (`gather`), which costs
 a pass over them; a chunk's own lie in the projection's output already.
+
+Few queries over many keys make too few tiles for the card. Their cached keys are then cut into parts, each a unit of its
+own, whose results a small kernel merges by their log-sum-exp.
 """
 
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -26,13 +31,19 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from headrace.engine.kernels.prefill import HOPPER_TILE as TILE
 
 STAGES = 2
+MERGED_ROWS = 32
+"""Queries that a program merges the parts of."""
 
 
 @gluon.jit
-def _unit(turn, programs, heads, tiles, chunks, offsets):
-    """The turn's unit of a program: (head, first row of the chunk, first query, its length, cached keys, their first row)."""
+def _unit(turn, programs, heads, parts, tiles, chunks, offsets, SPLIT: gl.constexpr):
+    """The turn's unit of a program: head, first row of the chunk, first query, its length, cached keys, their first row; its
+    part of these keys, and its number among all units."""
     program = gl.program_id(0)
-    index = turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
+    unit = turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
+    index, part = unit, unit * 0
+    if SPLIT:
+        index, part = unit // parts, unit % parts
     tile = index // heads
     chunk = gl.load(tiles + 2 * tile)
     m0 = gl.load(tiles + 2 * tile + 1)
@@ -40,7 +51,7 @@ def _unit(turn, programs, heads, tiles, chunks, offsets):
     length = gl.load(chunks + 4 * chunk + 2)
     row0 = gl.load(chunks + 4 * chunk + 3)
     offset = gl.load(offsets + chunk)
-    return index % heads, row0, m0, length, start, offset
+    return index % heads, row0, m0, length, start, offset, part, unit
 
 
 @gluon.jit
@@ -54,15 +65,16 @@ def _turns(units, programs):
 
 @gluon.jit
 def _produce(
-    qkv_rows, qkv_keys, cached, tiles, chunks, offsets, units, programs, q_s, k_s, v_s,
+    qkv_rows, qkv_keys, cached, tiles, chunks, offsets, units, programs, parts, q_s, k_s, v_s,
     q_full, q_free, k_full, k_free, v_full, v_free,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    SPLIT: gl.constexpr,
 ):  # fmt: skip
     GROUP: gl.constexpr = HEADS // KV_HEADS
     block_bytes: gl.constexpr = BLOCK * D * 2
     at = 0
     for turn in range(_turns(units, programs)):
-        head, row0, m0, _, start, offset = _unit(turn, programs, HEADS, tiles, chunks, offsets)
+        head, row0, m0, _, start, offset, part, _ = _unit(turn, programs, HEADS, parts, tiles, chunks, offsets, SPLIT)
         kv_head = head // GROUP
         mbarrier.wait(q_free, (turn + 1) & 1)
         mbarrier.expect(q_full, block_bytes)
@@ -70,7 +82,13 @@ def _produce(
         tma.async_copy_global_to_shared(qkv_rows, [row0 + m0 + BLOCK // 2, head * D], q_full, q_s.index(1))
         own = m0 // BLOCK + 1
         blocks = own + (start + BLOCK - 1) // BLOCK
-        for j in range(blocks):
+        first, last = 0, blocks
+        if SPLIT:
+            # The first part has the chunk's own keys besides.
+            old = blocks - own
+            first = gl.where(part == 0, 0, own + part * old // parts)
+            last = own + (part + 1) * old // parts
+        for j in range(first, last):
             fresh = j < own
             row = gl.where(fresh, row0 + (own - 1 - j) * BLOCK, offset + (blocks - 1 - j) * BLOCK)
             stage = at % STAGES
@@ -151,9 +169,9 @@ def _advance(
 
 @gluon.jit
 def _consume(
-    HALF: gl.constexpr, out, tiles, chunks, offsets, units, programs, scale, q_s, k_s, v_s,
+    HALF: gl.constexpr, out, partial, lse, tiles, chunks, offsets, units, programs, parts, scale, q_s, k_s, v_s,
     q_full, q_free, k_full, k_free, v_full, v_free,
-    HEADS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    HEADS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = BLOCK // 2
     scored: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -167,9 +185,19 @@ def _consume(
     zero = units >> 31
     at = 0
     for turn in range(_turns(units, programs)):
-        head, row0, m0, length, start, _ = _unit(turn, programs, HEADS, tiles, chunks, offsets)
+        head, row0, m0, length, start, _, part, unit = _unit(
+            turn, programs, HEADS, parts, tiles, chunks, offsets, SPLIT
+        )
         own = m0 // BLOCK + 1
-        blocks = own + (start + BLOCK - 1) // BLOCK
+        old = (start + BLOCK - 1) // BLOCK
+        ragged = min(old, 1)
+        diagonal, ending = m_rel, length - m0
+        if SPLIT:
+            ragged = gl.where(part == 0, ragged, 0)
+            # Beyond the first part there is no diagonal: its first block is one of cached keys, all of which are seen.
+            own = gl.where(part == 0, own, 0)
+            diagonal = gl.where(part == 0, m_rel, m_rel + BLOCK)
+            ending = gl.where(part == 0, ending, BLOCK)
         mbarrier.wait(q_full, turn & 1)
         # The block that the diagonal crosses.
         stage = at % STAGES
@@ -177,27 +205,29 @@ def _consume(
         mbarrier.wait(k_full.index(stage), phase)
         scores = warpgroup_mma(q, k_s.index(stage).permute((1, 0)), nothing, use_acc=False)
         mbarrier.arrive(k_free.index(stage))
-        scores = gl.where(n_rel[None, :] <= m_rel[:, None], scores, float("-inf"))
+        scores = gl.where(n_rel[None, :] <= diagonal[:, None], scores, float("-inf"))
         top = gl.max(scores, 1) * scale
         weights = gl.exp2(scores * scale - top[:, None])
         total = gl.sum(weights, 1)
         acc = gl.zeros([ROWS, D], gl.float32, summed)
         p = gl.convert_layout(weights.to(out.dtype.element_ty), weighing)
-        if m0 + BLOCK > length:
+        if ending < BLOCK:
             mbarrier.wait(v_full.index(stage), phase)
-            _cleared(v_s.index(stage), length - m0, BLOCK, D)
+            _cleared(v_s.index(stage), ending, BLOCK, D)
         for _ in range(1, own):
             acc, top, total, p, at = _advance(
                 q, k_s, v_s, k_full, k_free, v_full, v_free, nothing, acc, top, total, p, at, scale, zero, True, HALF, STAGES
             )  # fmt: skip
         # The last block of cached keys comes first and may be ragged.
-        old = blocks - own
-        for _ in range(min(old, 1)):
+        for _ in range(ragged):
             there = (n_rel < start - (old - 1) * BLOCK)[None, :]
             acc, top, total, p, at = _advance(
                 q, k_s, v_s, k_full, k_free, v_full, v_free, nothing, acc, top, total, p, at, scale, zero, there, HALF, STAGES
             )  # fmt: skip
-        for _ in range(1, old):
+        first, last = 0, old
+        if SPLIT:
+            first, last = part * old // parts, (part + 1) * old // parts
+        for _ in range(first + 1, last):
             acc, top, total, p, at = _advance(
                 q, k_s, v_s, k_full, k_free, v_full, v_free, nothing, acc, top, total, p, at, scale, zero, True, HALF, STAGES
             )  # fmt: skip
@@ -208,18 +238,32 @@ def _consume(
         mbarrier.arrive(v_free.index(stage))
         at += 1
         acc = acc / gl.convert_layout(total, gl.SliceLayout(1, summed))[:, None]
-        result = gl.convert_layout(acc.to(out.dtype.element_ty), stored)
-        m = m0 + HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, stored))
-        d = gl.arange(0, D, gl.SliceLayout(0, stored))
-        target = out + (row0 + m).to(gl.int64)[:, None] * (HEADS * D) + head * D + d[None, :]
-        gl.store(target, result, (m < length)[:, None])
+        whole = True
+        if SPLIT:
+            whole = parts == 1
+            if parts > 1:
+                m_sum = HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, summed))
+                d_sum = gl.arange(0, D, gl.SliceLayout(0, summed))
+                gl.store(partial + (unit * BLOCK + m_sum)[:, None] * D + d_sum[None, :], acc)
+                gl.store(lse + unit * BLOCK + m_rel, top + gl.log2(total))
+        if whole:
+            result = gl.convert_layout(acc.to(out.dtype.element_ty), stored)
+            m = m0 + HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, stored))
+            d = gl.arange(0, D, gl.SliceLayout(0, stored))
+            target = out + (row0 + m).to(gl.int64)[:, None] * (HEADS * D) + head * D + d[None, :]
+            gl.store(target, result, (m < length)[:, None])
 
 
 @gluon.jit(do_not_specialize=["units", "programs"])
 def _prefill_hopper(
-    qkv_rows, qkv_keys, cached, out, tiles, chunks, offsets, units, programs, scale,
+    qkv_rows, qkv_keys, cached, out, partial, lse, tiles, chunks, offsets, counts, units, programs, scale,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    SPLIT: gl.constexpr,
 ):  # fmt: skip
+    parts = units
+    if SPLIT:
+        parts = gl.load(counts + 1)
+        units = HEADS * gl.load(counts) * parts
     q_s = gl.allocate_shared_memory(qkv_rows.dtype, [2, BLOCK // 2, D], qkv_rows.layout)
     k_s = gl.allocate_shared_memory(qkv_rows.dtype, [STAGES, BLOCK, D], qkv_keys.layout)
     v_s = gl.allocate_shared_memory(qkv_rows.dtype, [STAGES, BLOCK, D], qkv_keys.layout)
@@ -243,22 +287,22 @@ def _prefill_hopper(
             (
                 _first_half,
                 (
-                    out, tiles, chunks, offsets, units, programs, scale, q_s, k_s, v_s,
-                    q_full, q_free, k_full, k_free, v_full, v_free, HEADS, D, BLOCK, STAGES,
+                    out, partial, lse, tiles, chunks, offsets, units, programs, parts, scale, q_s, k_s, v_s,
+                    q_full, q_free, k_full, k_free, v_full, v_free, HEADS, D, BLOCK, STAGES, SPLIT,
                 ),
             ),
             (
                 _second_half,
                 (
-                    out, tiles, chunks, offsets, units, programs, scale, q_s, k_s, v_s,
-                    q_full, q_free, k_full, k_free, v_full, v_free, HEADS, D, BLOCK, STAGES,
+                    out, partial, lse, tiles, chunks, offsets, units, programs, parts, scale, q_s, k_s, v_s,
+                    q_full, q_free, k_full, k_free, v_full, v_free, HEADS, D, BLOCK, STAGES, SPLIT,
                 ),
             ),
             (
                 _produce,
                 (
-                    qkv_rows, qkv_keys, cached, tiles, chunks, offsets, units, programs, q_s, k_s, v_s,
-                    q_full, q_free, k_full, k_free, v_full, v_free, HEADS, KV_HEADS, D, BLOCK, STAGES,
+                    qkv_rows, qkv_keys, cached, tiles, chunks, offsets, units, programs, parts, q_s, k_s, v_s,
+                    q_full, q_free, k_full, k_free, v_full, v_free, HEADS, KV_HEADS, D, BLOCK, STAGES, SPLIT,
                 ),
             ),
         ],
@@ -269,24 +313,72 @@ def _prefill_hopper(
 
 @gluon.jit
 def _first_half(
-    out, tiles, chunks, offsets, units, programs, scale, q_s, k_s, v_s, q_full, q_free, k_full, k_free, v_full, v_free,
-    HEADS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    out, partial, lse, tiles, chunks, offsets, units, programs, parts, scale, q_s, k_s, v_s,
+    q_full, q_free, k_full, k_free, v_full, v_free,
+    HEADS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     _consume(
-        0, out, tiles, chunks, offsets, units, programs, scale, q_s, k_s, v_s,
-        q_full, q_free, k_full, k_free, v_full, v_free, HEADS, D, BLOCK, STAGES,
+        0, out, partial, lse, tiles, chunks, offsets, units, programs, parts, scale, q_s, k_s, v_s,
+        q_full, q_free, k_full, k_free, v_full, v_free, HEADS, D, BLOCK, STAGES, SPLIT,
     )  # fmt: skip
 
 
 @gluon.jit
 def _second_half(
-    out, tiles, chunks, offsets, units, programs, scale, q_s, k_s, v_s, q_full, q_free, k_full, k_free, v_full, v_free,
-    HEADS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    out, partial, lse, tiles, chunks, offsets, units, programs, parts, scale, q_s, k_s, v_s,
+    q_full, q_free, k_full, k_free, v_full, v_free,
+    HEADS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     _consume(
-        1, out, tiles, chunks, offsets, units, programs, scale, q_s, k_s, v_s,
-        q_full, q_free, k_full, k_free, v_full, v_free, HEADS, D, BLOCK, STAGES,
+        1, out, partial, lse, tiles, chunks, offsets, units, programs, parts, scale, q_s, k_s, v_s,
+        q_full, q_free, k_full, k_free, v_full, v_free, HEADS, D, BLOCK, STAGES, SPLIT,
     )  # fmt: skip
+
+
+@triton.jit
+def _merge_parts(
+    partial, lse, out, tiles, chunks, counts, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    index = tl.program_id(0)
+    tile, head = index // HEADS, index % HEADS
+    parts = tl.load(counts + 1)
+    if parts == 1 or tile >= tl.load(counts):
+        return
+    chunk = tl.load(tiles + 2 * tile)
+    m0 = tl.load(tiles + 2 * tile + 1)
+    length = tl.load(chunks + 4 * chunk + 2)
+    row0 = tl.load(chunks + 4 * chunk + 3)
+    r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, D)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, D], tl.float32)
+    for p in range(parts):
+        at = (index * parts + p) * BLOCK + r
+        part_lse = tl.load(lse + at)
+        part = tl.load(partial + at[:, None] * D + d[None, :])
+        best = tl.maximum(top, part_lse)
+        shrink, weight = tl.exp2(top - best), tl.exp2(part_lse - best)
+        acc = acc * shrink[:, None] + part * weight[:, None]
+        total = total * shrink + weight
+        top = best
+    m = m0 + r
+    target = out + (row0 + m).to(tl.int64)[:, None] * (HEADS * D) + head * D + d[None, :]
+    tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), (m < length)[:, None])
+
+
+class Parts:
+    """Results of parts of tiles until they are merged; shared by all layers."""
+
+    def __init__(self, programs: int, dim: int, device: torch.device) -> None:
+        """Room for as many units as there are `programs`, which is when parts pay."""
+        self.programs = programs
+        self.partial = torch.empty(programs * TILE * dim, dtype=torch.float32, device=device)
+        self.lse = torch.empty(programs * TILE, dtype=torch.float32, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.partial.nbytes + self.lse.nbytes
 
 
 def fits(capability: tuple[int, int], dtype: torch.dtype, dim: int, plain: bool) -> str | None:
@@ -312,22 +404,33 @@ def prefill_hopper(
     *,
     scale: float,
     programs: int,
+    counts: torch.Tensor | None = None,
+    work: Parts | None = None,
 ) -> None:
     """`prefill_attention` with tiles of `TILE` queries for bf16 or fp16 heads of 64 or 128 dimensions.
 
     `cached` [rows, 2 * kv_heads * dim]: keys and values of earlier steps as `gather_rows` leaves them, those of chunk i from
     row `offsets[i]` on (a multiple of `TILE`). `programs`: the card's multiprocessors. A chunk's row, start and first query
     of each tile count as in `prefill_attention`.
+
+    With `counts` [2] int32 the device says how much there is to do, so that a captured launch serves any step: how many of
+    `tiles` count, and the parts that each tile's cached keys are cut into. More than one part needs every chunk to have as
+    many blocks of `TILE` cached keys, and tiles * heads * parts within `work.programs`.
     """
     dim = cached.shape[1] // (2 * kv_heads)
     kind = gl.bfloat16 if qkv.dtype == torch.bfloat16 else gl.float16
     half, whole = [TILE // 2, dim], [TILE, dim]
     layout = gl.NVMMASharedLayout.get_default_for(whole, kind)
     units = heads * len(tiles)
-    count = min(programs, units)
+    count = min(programs, units) if counts is None else programs
+    places = (out, out, tiles) if counts is None else (work.partial, work.lse, counts)
     _prefill_hopper[(count,)](
         TensorDescriptor.from_tensor(qkv, half, gl.NVMMASharedLayout.get_default_for(half, kind)),
         TensorDescriptor.from_tensor(qkv, whole, layout), TensorDescriptor.from_tensor(cached, whole, layout),
-        out, tiles, chunks, offsets, units, count, scale,
-        HEADS=heads, KV_HEADS=kv_heads, D=dim, BLOCK=TILE, STAGES=STAGES, num_warps=4,
+        out, *places[:2], tiles, chunks, offsets, places[2], units, count, scale,
+        HEADS=heads, KV_HEADS=kv_heads, D=dim, BLOCK=TILE, STAGES=STAGES, SPLIT=counts is not None, num_warps=4,
     )  # fmt: skip
+    if counts is not None and (most := work.programs // (2 * heads)):
+        _merge_parts[(heads * min(most, len(tiles)), TILE // MERGED_ROWS)](
+            *places[:2], out, tiles, chunks, counts, HEADS=heads, D=dim, BLOCK=TILE, ROWS=MERGED_ROWS, num_warps=4
+        )
