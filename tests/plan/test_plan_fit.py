@@ -1,5 +1,8 @@
 """Memory plans: measured start-up logs, engines' own rules, and what must hold whatever the numbers."""
 
+import json
+
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +12,7 @@ from headrace.base.units import GIB
 from headrace.plan.deployment import Inputs, resolve
 from headrace.plan.fit import fit, max_context_for, rank_memory
 from headrace.plan.pool import BytePool, PagedPool, SplitPool, vllm_pool
+from headrace.spec import models
 from headrace.spec.accounting import LayerCache
 from headrace.spec.sharding import Layout, rank_spec
 
@@ -206,6 +210,28 @@ def test_pools_follow_their_rules():
 def test_auto_is_the_precision_of_the_checkpoint_that_was_named(model, weights):
     assert resolve(Inputs(model=model, gpu="b200-sxm-180", n_gpus=8, engine="vllm")).weights == weights
     assert resolve(Inputs(model=model, gpu="b200-sxm-180", n_gpus=8, engine="vllm", weights="bf16")).weights == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("quantization", "engine", "kv"),
+    [
+        ({"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, "vllm", "fp8"),
+        ({"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, "headrace", "bf16"),
+        ({"kv_cache_scheme": None}, "vllm", "bf16"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, "vllm", "fp8"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": None}, "vllm", "bf16"),
+    ],
+)
+def test_vllm_takes_the_cache_that_a_checkpoint_was_made_for(tmp_path, quantization, engine, kv):
+    group = {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+    stored = {"quant_method": "compressed-tensors", "config_groups": {"a": group}, **quantization}
+    config = {**models.find("llama-3.1-8b").config, "quantization_config": stored}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = Inputs(model=str(tmp_path), gpu="h100-sxm-80", engine=engine)
+    assert resolve(asked).kv == kv
+    assert resolve(msgspec.structs.replace(asked, kv="bf16")).kv == "bf16"
+    named = Inputs(model="amd/Llama-3.1-8B-Instruct-FP8-KV", gpu="h100-sxm-80", engine=engine)
+    assert resolve(named).kv == ("fp8" if engine == "vllm" else "bf16")
 
 
 def test_four_bit_keys_have_their_staging_and_their_blocks():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -60,12 +60,14 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A geometry with what the catalog says about it. `family` is "unknown" outside the catalog."""
+    """A geometry with what the catalog says about it. `family` is "unknown" outside the catalog. `asks_fp8_kv`: the checkpoint
+    was made for FP8 keys and values, which vLLM then takes where nothing else is said."""
 
     id: str
     spec: ModelSpec
     family: str = "unknown"
     outside_text: int = 0
+    asks_fp8_kv: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +98,15 @@ def find_model(name: str) -> Model:
     if not Path(name).expanduser().exists():
         known = models.known(name)
         if known is not None:
-            return Model(known.id, _spec(known.id), known.family, known.outside_text)
+            named = re.search(r"[-_]fp8[-_]kv$", name, re.IGNORECASE) is not None
+            return Model(known.id, _spec(known.id), known.family, known.outside_text, named)
         if "/" not in name:
             models.find(name)  # raises with suggestions
-    spec = locate(name).spec()
-    return Model(spec.name or name, spec)
+    files = locate(name)
+    spec, stored = files.spec(), files.quantization() or {}
+    scheme = stored.get("kv_cache_scheme")
+    asks = isinstance(scheme, Mapping) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
+    return Model(spec.name or name, spec, asks_fp8_kv=asks or stored.get("kv_cache_quant_algo") == "FP8")
 
 
 @cache
@@ -119,7 +125,7 @@ def resolve(inputs: Inputs) -> Deployment:
     policy = engine_facts.memory_policy(engine, inputs.engine_version)
     layout, replicas, notes = _layout(inputs)
     weights, parts = _weights(inputs.weights, model, inputs.model)
-    kv = _kv(inputs.kv, model, weights, policy, gpu)
+    kv = "fp8" if _takes_stored_kv(inputs, engine, model) else _kv(inputs.kv, model, weights, policy, gpu)
     _check_divisible(model.spec, layout)
     large = gpu.memory_bytes >= 70 * GIB and gpu.generation != "ampere"
     max_model_len = inputs.max_model_len or model.spec.max_context
@@ -279,6 +285,11 @@ def _weights(name: str, model: Model, asked: str) -> tuple[str, tuple[tuple[str,
             # … and those of hybrids quantize attention and linear attention to FP8.
             return chosen, (("attention", "fp8_channel"), ("mixer", "fp8_channel"))
     return chosen, ()
+
+
+def _takes_stored_kv(inputs: Inputs, engine: str, model: Model) -> bool:
+    """vLLM reads `kv_cache_scheme` and `kv_cache_quant_algo` where its option says auto."""
+    return engine == "vllm" and model.asks_fp8_kv and inputs.kv.strip().lower() in ("", "auto")
 
 
 def _kv(name: str, model: Model, weights: str, policy: engine_facts.MemoryPolicy, gpu: hardware.Gpu) -> str:
