@@ -39,17 +39,36 @@ run_python() {  # name, runtime libraries: the tests that go straight to the ext
 for kind in "${kinds[@]}"; do
   echo "== $kind"
   case $kind in
-    plain) build plain && "$work/plain/headrace_check" ;;
-    address) build address -DHEADRACE_SANITIZE=address,undefined && "$work/address/headrace_check" --brief ;;
-    thread) build thread -DHEADRACE_SANITIZE=thread && "$work/thread/headrace_check" --brief ;;
+    # one command a line: in `build && run` a failed build would end nothing
+    plain)
+      build plain
+      "$work/plain/headrace_check"
+      ;;
+    address)
+      build address -DHEADRACE_SANITIZE=address,undefined
+      "$work/address/headrace_check" --brief
+      ;;
+    thread)
+      build thread -DHEADRACE_SANITIZE=thread
+      "$work/thread/headrace_check" --brief
+      ;;
     aarch64)
       build aarch64 -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ \
         -DCMAKE_EXE_LINKER_FLAGS=-static
       qemu-aarch64 "$work/aarch64/headrace_check" --brief
       ;;
-    python-address) build_python python-address address,undefined && run_python python-address "libasan.so libubsan.so" ;;
-    python-thread) build_python python-thread thread && run_python python-thread libtsan.so ;;
-    avxvnni) build avxvnni -DHEADRACE_VNNI_EVEX=ON && "$work/avxvnni/headrace_check" --brief ;;
+    python-address)
+      build_python python-address address,undefined
+      run_python python-address "libasan.so libubsan.so"
+      ;;
+    python-thread)
+      build_python python-thread thread
+      run_python python-thread libtsan.so
+      ;;
+    avxvnni)
+      build avxvnni -DHEADRACE_VNNI_EVEX=ON
+      "$work/avxvnni/headrace_check" --brief
+      ;;
     *) echo "unknown kind $kind" >&2; exit 2 ;;
   esac
 done
