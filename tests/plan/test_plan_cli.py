@@ -140,12 +140,14 @@ def test_validate_contract(capsys, tmp_path):
         (("fit", "llama-3.1-8b", "--report", f"{__file__}/report.html"), __file__),
         (("validate", "/nowhere.csv"), "nowhere"),
         (("simulate", "llama-3.1-8b", "--spread", "nan"), "spread"),
+        (("web", "--port", "99999"), "--port"),
+        (("report", "llama-3.1-8b", "--isl", "0", "--out", "never.html"), "isl"),
         (("simulate", "llama-3.1-8b", "--spread", "1.5", "--arrivals", "poisson"), "spread"),
         (("perf", "llama-3.1-8b", "--engine-version", "newest"), "engine_version"),
     ],
 )
 def test_bad_input_is_exit_code_two_with_the_field(capsys, arguments, named):
-    code, out, err = run(capsys, *arguments, *(("--json",) if arguments[0] != "refit" else ()))
+    code, out, err = run(capsys, *arguments, *(("--json",) if arguments[0] not in ("refit", "report", "web") else ()))
     assert code == 2
     assert out == ""
     assert named in err

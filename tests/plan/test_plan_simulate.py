@@ -144,6 +144,33 @@ def test_arrivals_are_seeded_and_refuse_nonsense():
         simulate(INPUTS, [])
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.csv", "arrived_at,num_prefill_tokens,num_decode_tokens\nnan,5,5\n"),
+        ("a.csv", "arrived_at,num_prefill_tokens,num_decode_tokens\n-1,5,5\n"),
+        ("a.csv", "at,tokens\n1,2\n"),
+        ("a.csv", b"\xff\xfe"),
+        ("a.jsonl", "1"),
+        ("a.jsonl", '{"timestamp":"a","input_length":3,"output_length":3,"hash_ids":[1]}'),
+        ("a.jsonl", '{"timestamp":1,"input_length":300,"output_length":3,"hash_ids":["a"]}'),
+        ("a.txt", ""),
+    ],
+)
+def test_a_file_that_is_no_trace_is_refused(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(InvalidInput) as caught:
+        workload.trace(str(path))
+    assert caught.value.field == "trace"
+
+
+def test_a_trace_of_ones_own_may_be_out_of_order(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n2,20,2\n1,10,1\n")
+    assert [(a.at_s, a.isl) for a in workload.trace(str(path))] == [(1, 10), (2, 20)]
+
+
 @pytest.mark.parametrize("name", workload.traces())
 def test_shipped_traces_are_in_order(name):
     rows = workload.trace(name)

@@ -363,7 +363,7 @@ def models(as_json: JSON = False) -> None:
 
 
 def web(
-    port: Annotated[int, typer.Option(help="port on 127.0.0.1")] = 8090,
+    port: Annotated[int, typer.Option(help="port on 127.0.0.1", min=1, max=65535)] = 8090,
     open_browser: Annotated[bool, typer.Option("--open", help="open the page in a browser")] = False,
 ) -> None:
     """Serve the planner's page on 127.0.0.1."""
@@ -371,8 +371,10 @@ def web(
 
     import uvicorn
 
+    from headrace.cli._address import check_address
     from headrace.plan.web import app
 
+    check_address("127.0.0.1", port)
     if open_browser:
         webbrowser.open(f"http://127.0.0.1:{port}/")
     print(f"planner on http://127.0.0.1:{port}/", file=sys.stderr)

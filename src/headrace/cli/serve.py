@@ -55,11 +55,12 @@ def serve(
         raise InvalidInput(f"{log_level!r} is not debug, info, warning or error", field="log_level")
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
+    from headrace.cli._address import check_address
     from headrace.serve.config import SamplingDefaults, ServeConfig
     from headrace.serve.keys import load_keys
     from headrace.spec.locate import locate
 
-    _check_address(host, port)
+    check_address(host, port)
     keys = load_keys(api_key, os.environ.get("HEADRACE_API_KEY"), api_key_file)
     files = locate(config.model, revision=config.revision, cached=config.cache)
     recommended = files.sampling() if generation_config else {}
@@ -86,22 +87,6 @@ def serve(
     import uvloop
 
     uvloop.run(_serve(config, settings, files, chat_template, host, port, access_log))
-
-
-def _check_address(host: str, port: int) -> None:
-    """InvalidInput if the address cannot be taken; said before a model is loaded in vain."""
-    import socket
-
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server will: a port at rest is free
-            trial.bind(address)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise InvalidInput(
-            f"cannot listen on {host}:{port}: {reason}", field="port", remedy="choose another --port or --host"
-        ) from None
 
 
 async def _serve(

@@ -34,6 +34,7 @@ def write_report(
 ) -> list[Path]:
     """Write the report to `out`, and each picture as PNG and SVG into `pictures`. Returns the files written."""
     chosen = preset(preset_name)
+    resolve(inputs)  # what is wrong with the question is said, not replaced
     changes: dict[str, Any] = {"isl": inputs.isl or chosen.isl, "osl": inputs.osl or chosen.osl}
     inputs = msgspec.structs.replace(inputs, **changes, concurrency=inputs.concurrency or 16)
     memory = fit(inputs, (inputs.isl or 0) + (inputs.osl or 0))

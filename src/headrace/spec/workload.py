@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -121,7 +122,7 @@ def trace(name: str, limit: int | None = None, speed: float = 1.0) -> list[Arriv
     if not speed > 0:
         raise InvalidInput(f"speed must be above 0, got {speed}", field="speed")
     text, kind = _trace_text(name)
-    rows = _mooncake(text) if kind == "jsonl" else _azure(text)
+    rows = sorted(_mooncake(text) if kind == "jsonl" else _azure(text), key=lambda a: a.at_s)
     return [Arrival(a.at_s / speed, a.isl, a.osl, a.blocks) for a in rows[:limit]]
 
 
@@ -132,16 +133,19 @@ def _trace_text(name: str) -> tuple[str, str]:
             return folder.joinpath(f"{name}.{kind}").read_text(), kind
     path = Path(name).expanduser()
     if path.is_file() and path.suffix in (".csv", ".jsonl"):
-        return path.read_text(), path.suffix[1:]
+        try:
+            return path.read_text(encoding="utf-8-sig"), path.suffix[1:]
+        except UnicodeDecodeError as error:
+            raise InvalidInput(f"{path.name} is not UTF-8 text: {error.reason}", field="trace") from None
     raise InvalidInput(
-        f"unknown trace {name!r}", field="trace", remedy="give a file, or one of: " + ", ".join(traces())
+        f"unknown trace {name!r}", field="trace", remedy="give a .csv or .jsonl file, or one of: " + ", ".join(traces())
     )
 
 
 def _azure(text: str) -> list[Arrival]:
     try:
         return [
-            Arrival(float(r["arrived_at"]), max(1, int(r["num_prefill_tokens"])), max(1, int(r["num_decode_tokens"])))
+            _arrival(float(r["arrived_at"]), int(r["num_prefill_tokens"]), int(r["num_decode_tokens"]))
             for r in csv.DictReader(text.splitlines())
         ]
     except (KeyError, TypeError, ValueError) as error:
@@ -154,13 +158,19 @@ def _mooncake(text: str) -> list[Arrival]:
     try:
         rows = [json.loads(line) for line in text.splitlines() if line.strip()]
         return [
-            Arrival(r["timestamp"] / 1e3, max(1, r["input_length"]), max(1, r["output_length"]), tuple(r["hash_ids"]))
+            _arrival(r["timestamp"] / 1e3, int(r["input_length"]), int(r["output_length"]), map(int, r["hash_ids"]))
             for r in rows
         ]
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidInput(
             f"not a trace of timestamp, input_length, output_length, hash_ids: {error}", field="trace"
         ) from None
+
+
+def _arrival(at_s: float, isl: int, osl: int, blocks: Iterable[int] = ()) -> Arrival:
+    if not 0 <= at_s < math.inf:
+        raise ValueError(f"a request at {at_s} seconds")
+    return Arrival(at_s, max(1, isl), max(1, osl), tuple(blocks))
 
 
 def prompt_tokens(arrivals: Sequence[Arrival]) -> list[tuple[int, ...]]:
