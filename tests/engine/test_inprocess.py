@@ -120,3 +120,56 @@ def test_thousands_of_requests_leave_nothing_behind() -> None:
     tracemalloc.stop()
     engine.stop()
     assert grown < 100_000  # 50 bytes per request
+
+
+async def test_followers_get_all_that_a_step_made_for_them_in_one_turn_of_their_loop() -> None:
+    engine = start(step_s=0.002)
+    loop = asyncio.get_running_loop()
+    calls: list[object] = []
+    wake = loop.call_soon_threadsafe
+    loop.call_soon_threadsafe = lambda *a, **k: (calls.append(a[0]), wake(*a, **k))[1]  # type: ignore[assignment,func-returns-value]
+    got: dict[str, list[Output]] = {f"r{i}": [] for i in range(8)}
+    for name, outputs in got.items():
+        engine.follow(request(name, max_tokens=20), outputs.append)
+    async with asyncio.timeout(30):
+        while not all(outputs and outputs[-1].finish for outputs in got.values()):
+            await asyncio.sleep(0.001)
+    handed_over = sum(call == engine._deliver for call in calls)
+    assert [len(tokens(outputs)) for outputs in got.values()] == [20] * 8
+    assert handed_over <= engine.stats.steps < 8 * 20
+    await engine.close()
+
+
+async def test_who_is_abandoned_while_a_batch_is_on_its_way_hears_nothing_more() -> None:
+    engine = start(step_s=0.002)
+    first: list[Output] = []
+    second: list[Output] = []
+    left: list[int] = []
+
+    def sink(output: Output) -> None:
+        first.append(output)
+        if len(first) == 5:  # the second one's output of this step comes right after
+            engine.abandon("second")
+            left.append(len(second))
+
+    engine.follow(request("first", max_tokens=30), sink)
+    engine.follow(request("second", max_tokens=30), second.append)
+    async with asyncio.timeout(30):
+        while not (first and first[-1].finish):
+            await asyncio.sleep(0.001)
+    assert len(tokens(first)) == 30
+    assert [len(second)] == left
+    await engine.close()
+    assert engine.stats.free_blocks == engine.stats.total_blocks
+
+
+async def test_a_follower_of_an_engine_that_ended_hears_so_once() -> None:
+    engine = start()
+    await engine.close()
+    got: list[Output] = []
+    engine.follow(request("late"), got.append)
+    engine.follow(request("left"), got.append)
+    engine.abandon("left")
+    await asyncio.sleep(0.01)
+    assert [output.request_id for output in got] == ["late"]
+    assert reason(got) is FinishReason.ERROR

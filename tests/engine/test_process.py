@@ -222,6 +222,27 @@ async def test_leaving_a_stream_frees_its_blocks_and_disturbs_nobody() -> None:
         assert client.stats.free_blocks == client.stats.total_blocks
 
 
+async def test_who_is_abandoned_by_the_sink_of_another_hears_nothing_more() -> None:
+    async with engine(step_s=0.005) as client:
+        first: list[Output] = []
+        second: list[Output] = []
+        left: list[int] = []
+
+        def sink(output: Output) -> None:
+            first.append(output)
+            if len(first) == 5:  # the second one's output comes with the same message
+                client.abandon("second")
+                left.append(len(second))
+
+        client.follow(request("first", max_tokens=30), sink)
+        client.follow(request("second", max_tokens=30), second.append)
+        await until(lambda: bool(first) and first[-1].finish is not None)
+        assert len(tokens(first)) == 30
+        assert [len(second)] == left
+        await until(lambda: client.stats.running == 0)
+        assert client.stats.free_blocks == client.stats.total_blocks
+
+
 async def test_an_asked_for_abort_ends_with_counts() -> None:
     async with engine(step_s=0.005) as client:
         got = []
