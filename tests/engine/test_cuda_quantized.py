@@ -95,6 +95,22 @@ def test_distributions_equal_the_torch_backend(model, weights):
     assert np.abs(found - wanted)[likely].mean() < tolerance(weights) / 4
 
 
+@pytest.mark.skipif(ON_GPU, reason="there w8a8 takes this way by itself")
+def test_norms_and_activations_leave_codes_for_products_of_eight_bits(model, monkeypatch):
+    """The interpreter made to take the way of many rows on a GPU: the torch backend's rounding of every row."""
+    from headrace.engine.cuda import decoder, products
+
+    made = []
+    leave = decoder.activate_rounded
+    monkeypatch.setattr(products.Products, "rounded_to", lambda _, w: torch.int8 if hasattr(w, "codes") else None)
+    monkeypatch.setattr(products.Products, "rounded_from", lambda *_: 1)
+    monkeypatch.setattr(products.Products, "config", lambda *_, **__: None)
+    monkeypatch.setattr(decoder, "activate_rounded", lambda *a, **k: (made.append(len(a[0])), leave(*a, **k)))
+    found = distributions(engine(model, BACKEND, "w8a8"))
+    assert set(made) >= {11, 2}
+    assert np.abs(found - distributions(engine(model, TORCH, "w8a8"))).max() < 2e-2
+
+
 @pytest.mark.parametrize("kind", STORED)
 def test_checkpoints_as_they_are_stored(tmp_path, kind):
     _, folder = tiny_model(tmp_path, "llama", **SIZES)

@@ -7,9 +7,12 @@ import torch
 from kernel_device import DEVICE, DTYPES, ON_GPU, TOLERANCE, gap, randn
 
 from headrace.engine.cuda.repack import repacked, unfit
+from headrace.engine.kernels.activation import activate, activate_rounded
 from headrace.engine.kernels.eight_bits import rescale, round_rows
 from headrace.engine.kernels.gemm import MAX_ROWS, Gained, GemmConfig, GemmWorkspace
+from headrace.engine.kernels.norm import add_norm
 from headrace.engine.kernels.quantized import dequantize, has_gluon, not_direct, quantized_gemm
+from headrace.engine.kernels.rounding import Rounded
 from headrace.engine.quant.formats import Packed, form
 from headrace.spec.precision import precision
 
@@ -178,6 +181,36 @@ def test_matrices_out_of_the_kernels_reach_are_named():
     assert "runs of 256" in unfit(precision("nf4"), [192, 64], 576)
     assert "neighbouring" in unfit(precision("int4_g128_act"), [256], 256)
     assert "tiles" in unfit(precision("fp8_block128"), [64, 64], 256)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_norms_and_activations_leave_the_codes_that_rounding_makes(dtype, kind):
+    """Bit for bit what a kernel of its own makes of their outputs."""
+
+    def empty(width: int) -> Rounded:
+        return Rounded(torch.empty(5, width, dtype=kind, device=DEVICE), torch.full((5,), float("nan"), device=DEVICE))
+
+    def same(found: Rounded, x: torch.Tensor) -> None:
+        wanted = empty(x.shape[1])
+        round_rows(x, wanted.codes, wanted.scales)
+        assert torch.equal(found.codes.view(torch.int8), wanted.codes.view(torch.int8))
+        assert torch.equal(found.scales, wanted.scales)
+
+    x, y, weight = randn(5, 200, dtype=dtype), randn(5, 200, dtype=dtype, seed=2), randn(200, dtype=dtype, seed=3)
+    x[3], y[3] = 0.0, 0.0
+    for given, post in ((None, None), (y, None), (y, weight)):
+        out, found, sums = torch.empty_like(x), empty(200), (x.clone(), x.clone())
+        add_norm(sums[0], given, weight, out, 1e-5, post_weight=post, scale=0.5)
+        add_norm(sums[1], given, weight, None, 1e-5, post_weight=post, scale=0.5, rounded=found)
+        assert torch.equal(sums[0], sums[1])
+        same(found, out)
+    for gated in (True, False):
+        both = randn(5, 400 if gated else 200, dtype=dtype, seed=4)
+        out, found = torch.empty_like(x), empty(200)
+        activate(both, out, "silu", gated=gated)
+        activate_rounded(both, found, "silu", gated=gated)
+        same(found, out)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -16,7 +16,7 @@ from headrace.engine.cuda.pool import KVPool
 from headrace.engine.cuda.products import Matrix, Products
 from headrace.engine.cuda.weights import DecoderWeights, LayerWeights
 from headrace.engine.frequencies import frequencies
-from headrace.engine.kernels.activation import activate
+from headrace.engine.kernels.activation import activate, activate_rounded
 from headrace.engine.kernels.blocks import gather_rows
 from headrace.engine.kernels.decode import DecodeWorkspace, decode_attention
 from headrace.engine.kernels.embed import embed
@@ -31,6 +31,7 @@ from headrace.engine.kernels.gemm import (
 from headrace.engine.kernels.norm import add_norm
 from headrace.engine.kernels.prefill import HOPPER_TILE, PrefillWorkspace, prefill_attention
 from headrace.engine.kernels.rope import rope_cache
+from headrace.engine.kernels.rounding import Rounded
 from headrace.engine.kernels.table import BUCKETS, GemmTable
 from headrace.spec.cache import CacheLayout
 from headrace.spec.model import Attention, ModelSpec, Rope
@@ -337,7 +338,7 @@ class Decoder:
     def _cut(self, offset: int, rows: int, width: int) -> torch.Tensor:
         return self._wide[offset : offset + rows * width].view(rows, width)
 
-    def _linear(self, x: torch.Tensor, w: Matrix, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    def _linear(self, x: torch.Tensor | Rounded, w: Matrix, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         if not isinstance(w, torch.Tensor):
             self._products.linear(x, w, bias, out)
         elif bias is None:
@@ -398,16 +399,25 @@ class Decoder:
         activated = self._cut(up.numel(), rows, mlp.intermediate)
         scale = self._spec.residual_scale
         added = rows >= ADDED_ROWS
-        add_norm(x, pending, w.attn_norm, h, self._eps, post_weight=post, scale=scale, pdl=self._pdl)
-        self._linear(h, w.qkv, w.qkv_bias, qkv)
+        # Where a product takes codes of 8 bits whoever makes its x leaves such; only attention does not.
+        coded = self._products.rounding(w.qkv, rows)
+        add_norm(x, pending, w.attn_norm, h, self._eps, post_weight=post, scale=scale, rounded=coded, pdl=self._pdl)
+        self._linear(h if coded is None else coded, w.qkv, w.qkv_bias, qkv)
         self._attend(i, a, w, qkv, attended, step, pdl=self._pdl)
+        coded = self._products.rounding(w.up, rows)
         if added and w.post_attn_norm is None and w.out_bias is None and self._products.adds(w.out, rows):
             self._added(x, attended, w.out, scale)
-            add_norm(x, None, w.mlp_norm, h, self._eps, pdl=self._pdl)
+            add_norm(x, None, w.mlp_norm, h, self._eps, rounded=coded, pdl=self._pdl)
         else:
             self._linear(attended, w.out, w.out_bias, h)
-            add_norm(x, h, w.mlp_norm, h, self._eps, post_weight=w.post_attn_norm, scale=scale, pdl=self._pdl)
-        self._linear(h, w.up, w.up_bias, up)
+            add_norm(
+                x, h, w.mlp_norm, h, self._eps, post_weight=w.post_attn_norm, scale=scale, rounded=coded, pdl=self._pdl
+            )
+        self._linear(h if coded is None else coded, w.up, w.up_bias, up)
+        if (coded := self._products.rounding(w.down, rows)) is not None:
+            activate_rounded(up, coded, mlp.activation, gated=mlp.gated, pdl=self._pdl)
+            self._linear(coded, w.down, w.down_bias, h)
+            return h, w.post_mlp_norm
         activate(up, activated, mlp.activation, gated=mlp.gated, pdl=self._pdl)
         if added and w.post_mlp_norm is None and w.down_bias is None and self._products.adds(w.down, rows):
             self._added(x, activated, w.down, scale)
@@ -575,6 +585,14 @@ class Decoder:
                 )
                 jobs.append(lambda s=source, m=matrix, t=target: self._linear(s, m, None, t))
         bad, pdl = torch.zeros(rows, dtype=torch.int32, device=x.device), self._pdl
+        if (coded := self._products.rounding(w.qkv, rows)) is not None:
+            rounding = self._products.rounding
+            jobs += [
+                lambda: add_norm(x, None, w.attn_norm, h, self._eps, rounded=coded, pdl=pdl),
+                lambda: add_norm(x, h, w.attn_norm, h, self._eps, post_weight=w.post_mlp_norm, rounded=coded, pdl=pdl),
+                lambda: add_norm(x, h, w.mlp_norm, h, self._eps, post_weight=w.post_attn_norm, rounded=coded, pdl=pdl),
+                lambda: activate_rounded(up, rounding(w.down, rows), mlp.activation, gated=mlp.gated, pdl=pdl),
+            ]
         jobs += [
             lambda: embed(step.ids, step.slots, self.last_ids, weights.embedding, x, 1.0, pdl=pdl),
             lambda: add_norm(x, None, w.attn_norm, h, self._eps, pdl=pdl),

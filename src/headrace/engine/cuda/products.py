@@ -16,6 +16,7 @@ import torch
 from headrace.engine.kernels.eight_bits import rescale, round_rows
 from headrace.engine.kernels.gemm import MAX_ROWS, Gained, GemmConfig, GemmWorkspace, fused_gemm, why_not_specialized
 from headrace.engine.kernels.quantized import BY_PART, BY_ROW, QuantMatrix, dequantize, has_gluon, quantized_gemm
+from headrace.engine.kernels.rounding import Rounded
 from headrace.engine.kernels.table import GemmTable
 from headrace.engine.kernels.unpack import FP8, INT8
 from headrace.engine.quant.formats import Packed
@@ -134,16 +135,26 @@ class Products:
         """Whether `added` is offered: the library's product adds up by itself."""
         return isinstance(w, torch.Tensor) or (self.rounded_to(w) is None and self.config(rows, w) is None)
 
-    def linear(
-        self, x: torch.Tensor, w: QuantMatrix | PackedParts, bias: torch.Tensor | None, out: torch.Tensor
-    ) -> None:
-        """out [rows, outputs] = x w' + bias."""
-        rows = len(x)
+    def rounding(self, w: Matrix, rows: int) -> Rounded | None:
+        """Where whoever makes the x of the next `linear` may leave it as the codes that are multiplied there; None: nowhere."""
         kind = self.rounded_to(w)
-        if isinstance(w, QuantMatrix) and (config := self.config(rows, w)) is not None:
+        if kind is None or rows < self.rounded_from(w) or self.config(rows, w) is not None:
+            return None
+        return Rounded(self._codes[kind][: rows * w.shape[1]].view(rows, w.shape[1]), self._scales[:rows])
+
+    def linear(
+        self, x: torch.Tensor | Rounded, w: QuantMatrix | PackedParts, bias: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
+        """out [rows, outputs] = x w' + bias; x may be what `rounding` gave for w."""
+        if isinstance(x, Rounded):
+            self._eight_bits(x, w, bias, out)
+            return
+        config = self.config(len(x), w)
+        if config is not None:
             quantized_gemm(x, w, out, self._work, config, bias=bias, pdl=self._pdl)
-        elif isinstance(w, QuantMatrix) and kind is not None and rows >= self.rounded_from(w):
-            self._eight_bits(x, w, kind, bias, out)
+        elif (rounded := self.rounding(w, len(x))) is not None:
+            round_rows(x, rounded.codes, rounded.scales)
+            self._eight_bits(rounded, w, bias, out)
         elif bias is None:
             torch.mm(x, self._dense(w).t(), out=out)
         else:
@@ -164,16 +175,12 @@ class Products:
             at += part.rows
         return found
 
-    def _eight_bits(
-        self, x: torch.Tensor, w: QuantMatrix, kind: torch.dtype, bias: torch.Tensor | None, out: torch.Tensor
-    ) -> None:
-        rows, inner = x.shape
-        codes, scales = self._codes[kind][: rows * inner].view(rows, inner), self._scales[:rows]
-        round_rows(x, codes, scales)
-        if kind == torch.int8:
+    def _eight_bits(self, x: Rounded, w: QuantMatrix, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        codes, scales = x.codes, x.scales
+        if codes.dtype == torch.int8:
             rescale(torch._int_mm(codes, w.codes.t()), out, scales, w.scales, bias, w.parts)
             return
-        if rows < ROWWISE_ROWS:
+        if len(x) < ROWWISE_ROWS:
             torch._scaled_mm(
                 codes, w.codes.t(), scale_a=self._one, scale_b=self._one, out_dtype=out.dtype, use_fast_accum=True, out=out
             )  # fmt: skip

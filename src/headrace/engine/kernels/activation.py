@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.engine.kernels.rounding import Rounded, to_eight_bits
+
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 
 
@@ -54,4 +56,35 @@ def activate(both: torch.Tensor, out: torch.Tensor, kind: str, *, gated: bool, p
     _activate[(tokens, triton.cdiv(width, block))](
         both, out, width, both.stride(0), out.stride(0), KIND=ACTIVATIONS[kind], GATED=gated, PDL=pdl,
         BLOCK=block, num_warps=max(1, block // 512), **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+
+
+@triton.jit
+def _activate_rounded(
+    both, codes, scales, width, in_stride, KIND: tl.constexpr, GATED: tl.constexpr, LARGEST: tl.constexpr,
+    WHOLE: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < width
+    value = act(tl.load(both + row * in_stride + at, inside, 0.0).to(tl.float32), KIND)
+    if GATED:
+        value *= tl.load(both + row * in_stride + width + at, inside, 0.0).to(tl.float32)
+    value = tl.where(inside, value, 0.0).to(both.dtype.element_ty).to(tl.float32)
+    code, by = to_eight_bits(value, LARGEST, WHOLE)
+    tl.store(codes + row * width + at, code.to(codes.dtype.element_ty), inside)
+    tl.store(scales + row, by)
+
+
+def activate_rounded(both: torch.Tensor, rounded: Rounded, kind: str, *, gated: bool, pdl: bool = False) -> None:
+    """Codes of what `activate` would give in the type of `both`."""
+    tokens, width = rounded.codes.shape
+    block = triton.next_power_of_2(width)
+    _activate_rounded[(tokens,)](
+        both, rounded.codes, rounded.scales, width, both.stride(0), KIND=ACTIVATIONS[kind], GATED=gated,
+        **rounded.flags(), PDL=pdl, BLOCK=block, num_warps=max(1, min(16, block // 1024)),
+        **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

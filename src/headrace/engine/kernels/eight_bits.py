@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 
 from headrace.engine.kernels.quantized import part_of
-
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+from headrace.engine.kernels.rounding import LARGEST, to_eight_bits
 
 
 @triton.jit
@@ -23,13 +22,7 @@ def _round_rows(
     at = tl.arange(0, BLOCK)
     inside = at < width
     values = tl.load(x + row * x_stride + at, inside, 0.0).to(tl.float32)
-    most = tl.max(tl.abs(values), 0)
-    scale = tl.where(most > 0, most / LARGEST, 1.0)
-    values = values / scale
-    if WHOLE:
-        # 1.5 · 2^23 leaves no bits for fractions: the sum is rounded to the nearest even whole number.
-        values = (values + 12582912.0) - 12582912.0
-    values = tl.minimum(tl.maximum(values, -LARGEST), LARGEST)
+    values, scale = to_eight_bits(values, LARGEST, WHOLE)
     tl.store(codes + row * width + at, values.to(codes.dtype.element_ty), inside)
     tl.store(scales + row, scale)
 

@@ -6,12 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.engine.kernels.rounding import Rounded, to_eight_bits
+
 
 @triton.jit
 def _add_norm(
-    x, y, post_weight, weight, out, bad, width, x_stride, y_stride, out_stride, eps, scale,
-    HAS_Y: tl.constexpr, HAS_POST: tl.constexpr, HAS_OUT: tl.constexpr, CHECK: tl.constexpr, PDL: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, y, post_weight, weight, out, bad, codes, scales, width, x_stride, y_stride, out_stride, eps, scale,
+    HAS_Y: tl.constexpr, HAS_POST: tl.constexpr, HAS_OUT: tl.constexpr, CHECK: tl.constexpr, CODED: tl.constexpr,
+    LARGEST: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -31,7 +33,13 @@ def _add_norm(
     if HAS_OUT:
         squares = tl.sum(values * values, 0)
         normed = values * tl.rsqrt(squares / width + eps) * tl.load(weight + at, inside, 0.0).to(tl.float32)
-        tl.store(out + row * out_stride + at, normed.to(out.dtype.element_ty), inside)
+        normed = normed.to(out.dtype.element_ty)
+        if CODED:
+            code, by = to_eight_bits(normed.to(tl.float32), LARGEST, WHOLE)
+            tl.store(codes + row * width + at, code.to(codes.dtype.element_ty), inside)
+            tl.store(scales + row, by)
+        else:
+            tl.store(out + row * out_stride + at, normed, inside)
     if CHECK:
         # The sum of a row is finite exactly if every entry is.
         total = tl.sum(values, 0)
@@ -48,21 +56,24 @@ def add_norm(
     post_weight: torch.Tensor | None = None,
     scale: float = 1.0,
     bad: torch.Tensor | None = None,
+    rounded: Rounded | None = None,
     pdl: bool = False,
 ) -> None:
     """x += scale * post(y) in place, then out = x / rms(x) * weight; rows [tokens, width], contiguous in the last dimension.
 
     Without `y` nothing is added; `post_weight` normalizes y first (Gemma's second norms); without `weight` only the sum is
-    made. `bad` [tokens] int32 gets 1 for rows that are not finite.
+    made. `bad` [tokens] int32 gets 1 for rows that are not finite. `rounded`: codes of what `out` would be, which is left alone.
     """
     tokens, width = x.shape
     block = triton.next_power_of_2(width)
     some = x if y is None else y
     _add_norm[(tokens,)](
         x, some, x if post_weight is None else post_weight, x if weight is None else weight,
-        x if out is None else out, x if bad is None else bad, width,
+        x if out is None else out, x if bad is None else bad, x if rounded is None else rounded.codes,
+        x if rounded is None else rounded.scales, width,
         x.stride(0), some.stride(0), 0 if out is None else out.stride(0), eps, scale,
         HAS_Y=y is not None, HAS_POST=post_weight is not None, HAS_OUT=weight is not None, CHECK=bad is not None,
+        CODED=rounded is not None, **({"LARGEST": 0.0, "WHOLE": False} if rounded is None else rounded.flags()),
         PDL=pdl, BLOCK=block, num_warps=8 if block >= 4096 else 4 if block >= 1024 else 1,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
