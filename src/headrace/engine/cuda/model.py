@@ -23,6 +23,7 @@ from headrace.engine.cuda.runner import CudaStep, Runner
 from headrace.engine.cuda.upload import Uploader
 from headrace.engine.cuda.weights import DecoderWeights, Quantized, load_weights
 from headrace.engine.grammars import Grammars
+from headrace.engine.kernels.launchers import spare_checks
 from headrace.engine.kernels.table import GemmTable
 from headrace.engine.models import MODELS
 from headrace.engine.quant.formats import Format
@@ -174,6 +175,7 @@ class CudaModel:
         begin = time.perf_counter()
         if cuda:
             runner.warm_up(graphs=self._graphs)
+            spare_checks()
         warm_s = time.perf_counter() - begin
         self._uploader.finish()
         self._memory += [
