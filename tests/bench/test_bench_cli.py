@@ -277,6 +277,15 @@ def test_a_command_that_was_refused_does_not_use_up_its_folder(tmp_path: Path) -
         build("bench")(command)
 
 
+def test_a_request_without_a_time_ends_a_run_by_times_with_code_2(url: str, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text('{"prompt": "a", "arrived_at": 1}\n{"prompt": "b"}\n')
+    load = ["--workload", "file", "--file", str(mine), "--arrivals", "trace", "--no-headroom", "--warmup", "0"]
+    done = bench("run", "--url", url, "--model", "golden", *load, "--out", str(tmp_path / "o"))
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].startswith("headrace: --arrivals: session 1 says no time")
+
+
 def test_code_2_in_a_real_process(tmp_path: Path) -> None:
     done = bench("run", "--url", "http://h", "--workload", "nope", "--out", str(tmp_path / "o"))
     assert done.returncode == 2

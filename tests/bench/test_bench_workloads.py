@@ -226,7 +226,7 @@ def test_file_of_prompts_and_chats(tmp_path: Path) -> None:
     path.write_text("\n".join(json.dumps(line) for line in lines))
     _, stream = sessions_of("file", path=str(path))
     prompt, chat, share = stream
-    assert prompt.arrival_s == 1.5
+    assert prompt.arrival_s == 0.0
     assert play(prompt)[0][0].output_tokens == 5
     assert [m.role for m in play(chat)[0][0].prompt] == ["system", "user"]  # type: ignore[union-attr]
     turns = play(share)
@@ -237,9 +237,45 @@ def test_file_of_prompts_and_chats(tmp_path: Path) -> None:
     assert len(list(sessions_of("file", path=str(array))[1])) == 1
 
 
+def test_a_file_is_read_as_people_write_it(tmp_path: Path) -> None:
+    """A byte order mark, CRLF, a line separator inside a text, parts of a message; times of a clock, in any order."""
+    path = tmp_path / "mine.jsonl"
+    lines = [
+        {"prompt": "second\u2028line", "arrived_at": 1_700_000_002.5},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
+         "arrived_at": 1_700_000_000},
+    ]  # fmt: skip
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(json.dumps(x, ensure_ascii=False) for x in lines).encode())
+    first, second = sessions_of("file", path=str(path))[1]
+    assert (first.arrival_s, second.arrival_s) == (0.0, 2.5)
+    assert play(first)[0][0].prompt[0] == Message("user", "a\nb")
+    assert play(second)[0][0].prompt[0] == Message("user", "second\u2028line")
+    kind = WORKLOADS.get("file")
+    assert (kind.gives_arrivals("trace"), kind.gives_arrivals(None), kind.gives_arrivals("poisson")) == (
+        True,
+        False,
+        False,
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("{", "line 1"), ('{"x": 1}', "entry 1"), ("[1]", "entry 1"), ("", "no request"), (None, "cannot read")],
+    [
+        ("{", "line 1"),
+        ('{"x": 1}', "entry 1"),
+        ("[1]", "entry 1"),
+        ("", "no request"),
+        (None, "cannot read"),
+        ('{"prompt": "a"}\n{"prompt": "a", "arrived_at": "x"}', "entry 2: arrived_at"),
+        ('{"prompt": "a", "arrived_at": NaN}', "arrived_at"),
+        ('{"prompt": "a", "output_tokens": 0}', "at least one output token"),
+        ('{"prompt": "a", "max_tokens": -1}', "at least one output token"),
+        ('{"prompt": 5}', "5 is no text"),
+        ('{"messages": []}', "a message"),
+        ('{"messages": [{"role": "user", "content": null}]}', "None is no text"),
+        ('{"conversations": [{"from": "human", "value": 3}]}', "3 is no text"),
+        ('{"conversations": ["hi"]}', "entry 1"),
+    ],
 )
 def test_bad_files_say_where(tmp_path: Path, text: str | None, says: str) -> None:
     path = tmp_path / "bad.jsonl"

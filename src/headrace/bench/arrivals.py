@@ -87,7 +87,10 @@ class Trace:
 
     def starts(self, sessions: Iterator[Session]) -> Iterator[tuple[Session, float | None]]:
         for session in sessions:
-            assert session.arrival_s is not None
+            if session.arrival_s is None:
+                raise InvalidInput(
+                    f"session {session.index} says no time of arrival", field="--arrivals", remedy="give --rate"
+                )
             yield session, session.arrival_s * self.time_scale
 
 

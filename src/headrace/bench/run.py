@@ -62,7 +62,7 @@ def check(settings: RunSettings) -> Arrivals:
     settings.check()
     kind = find_workload(settings.workload)
     workload_options(kind, settings.workload_options)
-    return settings.arrivals.resolve(has_arrivals=kind.has_arrivals, seed=settings.seed)
+    return settings.arrivals.resolve(has_arrivals=kind.gives_arrivals(settings.arrivals.kind), seed=settings.seed)
 
 
 async def run(
@@ -261,7 +261,7 @@ async def _warm_up(settings: RunSettings, concurrency: int) -> list[RequestRecor
 
 async def _check_headroom(settings: RunSettings, warm: list[RequestRecord], meta: RunMeta, watch: Watch) -> RunSettings:
     kind = find_workload(settings.workload)
-    arrivals = settings.arrivals.resolve(has_arrivals=kind.has_arrivals, seed=settings.seed)
+    arrivals = settings.arrivals.resolve(has_arrivals=kind.gives_arrivals(settings.arrivals.kind), seed=settings.seed)
     concurrency = arrivals.concurrency if isinstance(arrivals, Closed) else None
     rate = arrivals.rate_rps if isinstance(arrivals, Renewal) else None
     if rate is None and concurrency is None:

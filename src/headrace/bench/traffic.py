@@ -123,12 +123,21 @@ class TrafficContext:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadKind:
-    """A registered workload: `options` is a frozen dataclass of defaults, `sessions` an endless or finite stream."""
+    """A registered workload: `options` is a frozen dataclass of defaults, `sessions` an endless or finite stream.
+
+    `has_arrivals`: sessions come with times, which are taken unless others are asked for; `may_have_arrivals`: some do, and
+    they are taken if asked for (`--arrivals trace`).
+    """
 
     what: str
     options: type[Any]
     sessions: Callable[[Any, TrafficContext], Iterator[Session]]
     has_arrivals: bool = False
+    may_have_arrivals: bool = False
+
+    def gives_arrivals(self, asked: str | None) -> bool:
+        """Whether sessions bring their times, when arrivals of kind `asked` are wanted."""
+        return self.has_arrivals or (self.may_have_arrivals and asked == "trace")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.base.errors import InvalidInput
 from headrace.bench.arrivals import Closed
 from headrace.bench.client import Client
 from headrace.bench.drive import Driver, Limits, OnRecord, Share
@@ -69,13 +70,18 @@ async def drive_share(
     kind = find_workload(settings.workload)
     options = workload_options(kind, settings.workload_options)
     context = settings.context(settings.prompt_writer())
-    arrivals = settings.arrivals.resolve(has_arrivals=kind.has_arrivals, seed=settings.seed)
+    arrivals = settings.arrivals.resolve(has_arrivals=kind.gives_arrivals(settings.arrivals.kind), seed=settings.seed)
     until_s = None if settings.duration_s is None else max(settings.duration_s, already_s)
     client = Client(settings.endpoint, origin_s)
     try:
         await client.connect(arrivals.concurrency // share.of + 1 if isinstance(arrivals, Closed) else 8)
         driver = Driver(client, arrivals, Limits(settings.limit, until_s), share, on_record, done, already_s)
-        await driver.run(kind.sessions(options, context))
+        try:
+            await driver.run(kind.sessions(options, context))
+        except BaseExceptionGroup as group:  # sessions are made while others are sent
+            if wrong := group.subgroup(InvalidInput):
+                raise wrong.exceptions[0] from None
+            raise
     finally:
         await client.close()
     fitting: Fitting = context.fitting
