@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.engine.kernels.launchers import power_of_2
 from headrace.engine.kernels.rounding import Rounded, to_eight_bits
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
@@ -52,8 +53,8 @@ def _activate(
 def activate(both: torch.Tensor, out: torch.Tensor, kind: str, *, gated: bool, pdl: bool = False) -> None:
     """out = act(gate) * up with both = [gate | up] [tokens, 2 * width] if `gated`, else act(both)."""
     tokens, width = out.shape
-    block = min(2048, triton.next_power_of_2(width))
-    _activate[(tokens, triton.cdiv(width, block))](
+    block = min(2048, power_of_2(width))
+    _activate[(tokens, -(-width // block))](
         both, out, width, both.stride(0), out.stride(0), KIND=ACTIVATIONS[kind], GATED=gated, PDL=pdl,
         BLOCK=block, num_warps=max(1, block // 512), **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
@@ -82,7 +83,7 @@ def _activate_rounded(
 def activate_rounded(both: torch.Tensor, rounded: Rounded, kind: str, *, gated: bool, pdl: bool = False) -> None:
     """Codes of what `activate` would give in the type of `both`."""
     tokens, width = rounded.codes.shape
-    block = triton.next_power_of_2(width)
+    block = power_of_2(width)
     _activate_rounded[(tokens,)](
         both, rounded.codes, rounded.scales, width, both.stride(0), KIND=ACTIVATIONS[kind], GATED=gated,
         **rounded.flags(), PDL=pdl, BLOCK=block, num_warps=max(1, min(16, block // 1024)),

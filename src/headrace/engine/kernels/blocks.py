@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from headrace.engine.kernels.codes import INT8, PLAIN, even, geometry, joined, odd
+from headrace.engine.kernels.launchers import power_of_2
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -20,7 +21,7 @@ def _scatter(table, pairs, count, BLOCK: tl.constexpr):
 def scatter(table: torch.Tensor, pairs: torch.Tensor) -> None:
     """table.flat[pairs[i, 0]] = pairs[i, 1]; int32, places distinct."""
     count = len(pairs)
-    _scatter[(triton.cdiv(count, 256),)](table, pairs, count, BLOCK=256, num_warps=4)
+    _scatter[(-(-count // 256),)](table, pairs, count, BLOCK=256, num_warps=4)
 
 
 @triton.jit
@@ -98,6 +99,6 @@ def gather_rows(
     _gather[(programs,)](
         kv, kv if scales is None else scales, tables, chunks, offsets, total, out, len(chunks),
         tables.stride(0), kv.stride(0), out.stride(0),
-        KV_HEADS=kv_heads, D=dim, D_P=triton.next_power_of_2(dim), BT=block_tokens, BLOCK=64, CODE=code,
+        KV_HEADS=kv_heads, D=dim, D_P=power_of_2(dim), BT=block_tokens, BLOCK=64, CODE=code,
         num_warps=4,
     )  # fmt: skip

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from headrace.engine.kernels.launchers import power_of_2
+
 PLAIN, INT8, FP8, FP8_BITS = (tl.constexpr(i) for i in range(4))
 """What a cache holds. FP8_BITS are the same bytes as FP8, read with integer arithmetic where there is no instruction for it."""
 VALUE_UNIT = tl.constexpr(64.0)
@@ -146,7 +148,7 @@ def geometry(kv: torch.Tensor, scales: torch.Tensor | None) -> tuple[int, int, i
 
 def padded_dim(code: int, dim: int) -> int:
     """Dimensions of a tile: a power of two, of which tensor cores need 16 at a time, and codes come as two halves."""
-    return max(16 if code == PLAIN.value else 32, triton.next_power_of_2(dim))
+    return max(16 if code == PLAIN.value else 32, power_of_2(dim))
 
 
 @cache

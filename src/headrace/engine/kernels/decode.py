@@ -26,6 +26,7 @@ from headrace.engine.kernels.codes import (
     parts,
     scales_of,
 )
+from headrace.engine.kernels.launchers import power_of_2
 from headrace.engine.kernels.rope import put_token, rotated
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -408,13 +409,13 @@ class DecodeWorkspace:
 
     def __init__(self, rows: int, kv_heads: int, group: int, dim: int, splits_of_rows, device: torch.device) -> None:
         """`splits_of_rows(n)`: the largest number of splits that a step of n rows uses."""
-        group_p, dim_p = triton.next_power_of_2(group), padded_dim(INT8.value, dim)
+        group_p, dim_p = power_of_2(group), padded_dim(INT8.value, dim)
         most = max(n * splits_of_rows(n) for n in range(1, rows + 1)) * kv_heads * group_p
         self.partial = torch.empty(most * dim_p, dtype=torch.float32, device=device)
         self.lse = torch.empty(most, dtype=torch.float32, device=device)
         # Of each row and KV head: one counter for the merge of all, one for each span of parts.
         most_splits = max(splits_of_rows(n) for n in range(1, rows + 1))
-        self.counter_stride = 1 + triton.cdiv(most_splits, SPAN.value)
+        self.counter_stride = 1 + -(-most_splits // SPAN.value)
         self.counters = torch.zeros(rows * kv_heads * self.counter_stride, dtype=torch.int32, device=device)
 
     @property
@@ -466,7 +467,7 @@ def decode_attention(
     rows = len(slots)
     code, kv_heads, block_tokens, dim = geometry(kv, scales)
     group = heads // kv_heads
-    group_p, dim_p = triton.next_power_of_2(group), padded_dim(code, dim)
+    group_p, dim_p = power_of_2(group), padded_dim(code, dim)
     fused, prefix = cos_sin is not None, tiles is not None
     assert not (prefix and window is not None)
     assert splits <= (work.counter_stride - 1) * SPAN.value

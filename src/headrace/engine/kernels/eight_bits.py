@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.engine.kernels.launchers import power_of_2
 from headrace.engine.kernels.quantized import part_of
 from headrace.engine.kernels.rounding import LARGEST, to_eight_bits
 
@@ -30,7 +31,7 @@ def _round_rows(
 def round_rows(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *, pdl: bool = False) -> None:
     """codes [rows, width] int8 or E4M3 and scales [rows] fp32 such that codes · scales is nearest to x; zeros have scale 1."""
     rows, width = x.shape
-    block = triton.next_power_of_2(width)
+    block = power_of_2(width)
     _round_rows[(rows,)](
         x, codes, scales, width, x.stride(0), LARGEST=LARGEST[codes.dtype], WHOLE=codes.dtype == torch.int8, PDL=pdl,
         BLOCK=block, num_warps=max(1, min(16, block // 1024)), **({"launch_pdl": True} if pdl else {}),
@@ -70,8 +71,8 @@ def rescale(
     """out = sums · rows_by [rows, 1] · columns_by [width] + bias; out may be sums. Of fewer `columns_by` than columns each
     stands for a part; the second and third part begin at `parts`."""
     rows, width = out.shape
-    block = min(2048, triton.next_power_of_2(width))
-    _rescale[(rows, triton.cdiv(width, block))](
+    block = min(2048, power_of_2(width))
+    _rescale[(rows, -(-width // block))](
         sums, out, rows_by, columns_by, out if bias is None else bias, width, *parts,
         BY_PART=len(columns_by) < width, BIAS=bias is not None, PDL=pdl, BLOCK=block, num_warps=4,
         **({"launch_pdl": True} if pdl else {}),

@@ -5,7 +5,7 @@ object to all of them: a thread can get the launcher that another has just loade
 name of its own each is a module of its own; the initializer's symbol is that of the name's last part, which stays.
 
 Before each launch Triton compares every global constant that a kernel was compiled with, which takes a microsecond of each: 17 of
-the 30 us that launching `_dequantize` takes on the host.
+the 30 us that launching `_dequantize` takes on the host. Its helpers for sizes may run in kernels too and take two each.
 """
 
 from __future__ import annotations
@@ -55,3 +55,8 @@ def spare_checks(package: str = "headrace.engine.kernels") -> int:
     for kernel in found.values():
         kernel.used_global_vals.clear()
     return len(found)
+
+
+def power_of_2(n: int) -> int:
+    """The least power of two that is not less than n >= 1."""
+    return 1 << (n - 1).bit_length()

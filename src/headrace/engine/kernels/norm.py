@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.engine.kernels.launchers import power_of_2
 from headrace.engine.kernels.rounding import Rounded, to_eight_bits
 
 
@@ -65,7 +66,7 @@ def add_norm(
     made. `bad` [tokens] int32 gets 1 for rows that are not finite. `rounded`: codes of what `out` would be, which is left alone.
     """
     tokens, width = x.shape
-    block = triton.next_power_of_2(width)
+    block = power_of_2(width)
     some = x if y is None else y
     _add_norm[(tokens,)](
         x, some, x if post_weight is None else post_weight, x if weight is None else weight,

@@ -14,6 +14,8 @@ own, whose results a small kernel merges by their log-sum-exp.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -392,6 +394,11 @@ def fits(capability: tuple[int, int], dtype: torch.dtype, dim: int, plain: bool)
     return None if plain else "windows, soft caps and sinks are not covered"
 
 
+@cache
+def _shared(rows: int, dim: int, kind: gl.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, dim], kind)
+
+
 def prefill_hopper(
     qkv: torch.Tensor,
     out: torch.Tensor,
@@ -420,12 +427,12 @@ def prefill_hopper(
     dim = cached.shape[1] // (2 * kv_heads)
     kind = gl.bfloat16 if qkv.dtype == torch.bfloat16 else gl.float16
     half, whole = [TILE // 2, dim], [TILE, dim]
-    layout = gl.NVMMASharedLayout.get_default_for(whole, kind)
+    layout = _shared(TILE, dim, kind)
     units = heads * len(tiles)
     count = min(programs, units) if counts is None else programs
     places = (out, out, tiles) if counts is None else (work.partial, work.lse, counts)
     _prefill_hopper[(count,)](
-        TensorDescriptor.from_tensor(qkv, half, gl.NVMMASharedLayout.get_default_for(half, kind)),
+        TensorDescriptor.from_tensor(qkv, half, _shared(TILE // 2, dim, kind)),
         TensorDescriptor.from_tensor(qkv, whole, layout), TensorDescriptor.from_tensor(cached, whole, layout),
         out, *places[:2], tiles, chunks, offsets, places[2], units, count, scale,
         HEADS=heads, KV_HEADS=kv_heads, D=dim, BLOCK=TILE, STAGES=STAGES, SPLIT=counts is not None, num_warps=4,

@@ -26,6 +26,7 @@ import triton.language as tl
 from headrace.engine.kernels.activation import ACTIVATIONS, act
 from headrace.engine.kernels.decode import arrived_last
 from headrace.engine.kernels.gemm import MAX_ROWS, Gained, GemmConfig, GemmWorkspace, prefetch, shrink_of
+from headrace.engine.kernels.launchers import power_of_2
 from headrace.engine.kernels.unpack import INT4, MXFP4, MXFP4_BITS, NF4_CODES, byte_words, unpacked, valued
 from headrace.engine.quant.tables import DYNAMIC, NF4
 
@@ -375,7 +376,7 @@ def quantized_gemm(
     rows, inner = source.shape
     columns = w.shape[0] // (2 if pair else 1)
     c = config
-    tiles = triton.cdiv(columns, c.block_n)
+    tiles = -(-columns // c.block_n)
     some = work.parts
     if gained is not None:
         assert tiles * MAX_ROWS.value <= gained.squares.numel()
@@ -408,7 +409,7 @@ def quantized_gemm(
             **({"maxnreg": c.registers} if c.registers else {}),
         )  # fmt: skip
         return
-    block_m = max(8, c.rows, triton.next_power_of_2(rows))
+    block_m = max(8, c.rows, power_of_2(rows))
     assert inner % (c.block_k * c.split_k) == 0
     assert c.block_k % max(w.group, 2 * w.chunk_bytes) == 0
     assert rows <= MAX_ROWS.value
@@ -492,7 +493,7 @@ def dequantize(w: QuantMatrix, out: torch.Tensor) -> torch.Tensor:
     some = w.codes
     given = lambda t: some if t is None else t  # noqa: E731
     block_n = 32
-    _dequantize[(triton.cdiv(rows, block_n), triton.cdiv(inner, 256))](
+    _dequantize[(-(-rows // block_n), -(-inner // 256))](
         w.codes.view(torch.int8), bits_of(w.scales), given(w.zeros), given(w.nested), given(w.offsets),
         constants(out.device), found, rows, inner, *w.parts,
         KIND=w.kind, SCALE=w.scaling, GROUP=w.group, SHARED=w.shared, ASYM=w.zeros is not None,

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from headrace.engine.kernels.codes import INT8, PLAIN, coded, geometry
+from headrace.engine.kernels.launchers import power_of_2
 
 
 @triton.jit
@@ -127,13 +128,13 @@ def rope_cache(
     [slots, blocks of a sequence]; rows with slot -1 are left alone. `cos_sin` fp32 [positions, rope_dim].
     """
     code, kv_heads, block_tokens, dim = geometry(kv, scales)
-    tiles = triton.next_power_of_2(heads) * triton.next_power_of_2(dim)
+    tiles = power_of_2(heads) * power_of_2(dim)
     _rope_cache[(len(qkv),)](
         qkv, kv, kv if scales is None else scales, tables, slots, positions,
         cos_sin if q_norm is None else q_norm, cos_sin if k_norm is None else k_norm, cos_sin, eps,
         qkv.stride(0), tables.stride(0), kv.stride(0),
-        HEADS=heads, KV_HEADS=kv_heads, HEADS_P=triton.next_power_of_2(heads),
-        KV_HEADS_P=triton.next_power_of_2(kv_heads), D=dim, D_P=triton.next_power_of_2(dim), BT=block_tokens,
+        HEADS=heads, KV_HEADS=kv_heads, HEADS_P=power_of_2(heads),
+        KV_HEADS_P=power_of_2(kv_heads), D=dim, D_P=power_of_2(dim), BT=block_tokens,
         ROPE_DIM=rope_dim, NORM=q_norm is not None, PDL=pdl, CODE=code,
         num_warps=4 if tiles >= 1024 else 1, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
