@@ -97,11 +97,12 @@ class LLM:
         self.config = config
         self._chat_template = None if chat_template is None else Path(chat_template)
         self.files = locate(config.model, revision=config.revision, cached=config.cache)
-        self.recommended = self.files.sampling() if generation_config else {}
-        """Sampling that the model recommends; it holds where `SamplingParams` leaves a field unset."""
         # The tokenizer is built while the weights load: both spend most of their time outside of Python.
         with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as side:
             text = side.submit(self._load_text)
+            # Read with the header; said to be wrong, if it is, before the weights are loaded.
+            self.recommended = self.files.sampling() if generation_config else {}
+            """Sampling that the model recommends; it holds where `SamplingParams` leaves a field unset."""
             core = launch(config, files=self.files)
             text_s = text.result()
         self.startup_s = {**core.info.startup_s, "tokenizer and template (meanwhile)": text_s}
