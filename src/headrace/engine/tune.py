@@ -65,10 +65,10 @@ TUNED = (4, 32, 64)
 TUNED_SPECIALIZED = (128, 192, 256)
 """More of them where the card runs warp-specialized products; beyond, cuBLAS."""
 SPECIALIZED_TILES = {
-    64: ((64, 64, 1, 2), (64, 128, 1, 1), (64, 128, 1, 2), (64, 256, 1, 1)),
-    128: ((64, 128, 2, 1), (64, 256, 2, 1), (128, 128, 1, 2)),
-    192: ((64, 128, 3, 1),),
-    256: ((128, 128, 2, 1), (64, 256, 2, 1)),
+    64: ((64, 64, 1, 1), (64, 64, 1, 2), (64, 128, 1, 1), (64, 128, 1, 2)),
+    128: ((64, 64, 2, 1), (64, 128, 2, 1)),
+    192: ((64, 64, 3, 1), (64, 128, 3, 1)),
+    256: ((128, 64, 2, 1), (128, 128, 2, 1)),
 }
 """Rows and outputs of a group of warps, groups along the rows and along the outputs, by padded rows."""
 _SEPARATE_KERNEL_US = 2.5

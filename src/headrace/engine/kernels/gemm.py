@@ -42,8 +42,7 @@ class GemmConfig:
     count). `registers`: a thread's at most, so that more programs are on a multiprocessor; 0: what the compiler takes.
     `block_m`: warp-specialized tiles (`headrace.engine.kernels.gemm_hopper`); each of `row_groups` times `column_groups`
     groups of four warps multiplies `block_m` rows by `block_n` outputs, `block_k` is 64, and the inner dimension is cut as
-    evenness wants it, so that `split_k` and `num_warps` do not count. `ahead`: blocks of weights behind the ring that are
-    asked into the L2 cache while the kernel before ends.
+    evenness wants it, so that `split_k` and `num_warps` do not count.
     """
 
     block_n: int
@@ -58,7 +57,6 @@ class GemmConfig:
     block_m: int = 0
     row_groups: int = 1
     column_groups: int = 1
-    ahead: int = 0
 
 
 @triton.jit
@@ -183,6 +181,8 @@ def unfit(config: GemmConfig, columns: int, inner: int, *, pair: bool) -> str | 
         return f"{width} outputs are no multiple of {outputs}"
     if inner % 64:
         return f"an inner dimension of {inner} is no multiple of 64"
+    if c.row_groups * c.column_groups > 3:
+        return f"{c.row_groups * c.column_groups} groups of warps leave too few registers to each"
     if rows * outputs > LARGEST_TILE:
         return f"a tile of {rows} by {outputs} leaves no registers"
     if (shared := c.stages * (rows + outputs) * 128) > SPECIALIZED_BYTES:

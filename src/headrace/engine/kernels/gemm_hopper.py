@@ -1,4 +1,4 @@
-"""Products of 33 to 512 rows on Hopper cards, with the work around them fused in as in `gemm`.
+"""Products of 33 to 256 rows on Hopper cards, with the work around them fused in as in `gemm`.
 
 From 33 rows on a product is bound by how fast weights come to the multiprocessors, and at 256 rows by the tensor cores too;
 either way nothing may stop while a tile ends or a kernel does. One program stays on each multiprocessor. One of its warps only
@@ -39,7 +39,7 @@ BLOCK_K = 64
 """Inner elements of a block: 128 bytes, the widest swizzle."""
 LEAD = 16
 """A cut within a tile comes late by a sixteenth of what a program has to do."""
-REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
+REGISTERS = {1: 240, 2: 240, 3: 160}
 """A thread's, by the groups of warps that multiply."""
 
 
@@ -62,9 +62,9 @@ def owner(unit, units, programs, blocks, lead):
 
 @gluon.jit
 def _produce(
-    x, w, weights, x_s, w_s, full, free, begin, end, blocks, columns,
+    x, w, x_s, w_s, full, free, begin, end, blocks, columns,
     M: gl.constexpr, N: gl.constexpr, ROW_GROUPS: gl.constexpr, COLUMN_GROUPS: gl.constexpr, ROW_TILES: gl.constexpr,
-    K: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, PAIR: gl.constexpr, PDL: gl.constexpr,
+    K: gl.constexpr, STAGES: gl.constexpr, PAIR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     BYTES: gl.constexpr = (COLUMN_GROUPS * N + ROW_GROUPS * M) * K * 2
     count = end - begin
@@ -74,9 +74,6 @@ def _produce(
         mbarrier.expect(full.index(i), BYTES)
         _weights(w, w_s, i, full.index(i), begin + i, blocks, columns, N, COLUMN_GROUPS, ROW_TILES, K, PAIR)
     if PDL:
-        # The ring is full; more weights may come as far as the L2 cache meanwhile.
-        for i in range(first, gl.minimum(count, STAGES + AHEAD)):
-            _prefetch(weights, begin + i, blocks, columns, N, COLUMN_GROUPS, ROW_TILES, K, PAIR)
         tl.extra.cuda.gdc_wait()
     for i in range(first):
         _rows(x, x_s, i, full.index(i), begin + i, blocks, M, ROW_GROUPS, ROW_TILES, K)
@@ -110,30 +107,6 @@ def _weights(
             tma.async_copy_global_to_shared(w, [columns + row, k], barrier, target.slice(N // 2, N // 2))
         else:
             tma.async_copy_global_to_shared(w, [(group + c) * N, k], barrier, target)
-
-
-@gluon.jit
-def _prefetch(
-    weights, unit, blocks, columns,
-    N: gl.constexpr, COLUMN_GROUPS: gl.constexpr, ROW_TILES: gl.constexpr, K: gl.constexpr, PAIR: gl.constexpr,
-):  # fmt: skip
-    """Ask for a unit's weights to be brought into the L2 cache: a line of 128 bytes of each output."""
-    tile = unit // blocks
-    k = (unit - tile * blocks) * K
-    HALF: gl.constexpr = COLUMN_GROUPS * N // (2 if PAIR else 1)
-    row = tile // ROW_TILES * HALF + gl.arange(0, HALF, gl.BlockedLayout([1], [32], [1], [0]))
-    at = weights + (row.to(gl.int64) * (blocks * K) + k)
-    _ask(at)
-    if PAIR:
-        _ask(at + columns.to(gl.int64) * (blocks * K))
-
-
-@gluon.jit
-def _ask(at):
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(gl.int64, bitcast=True)],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -327,10 +300,10 @@ def _consume(WHO: gl.constexpr, given, ring, WAY: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["rows", "eps", "scale", "count", "lead"])
 def kernel(
-    x, w, weights, bias, squares, gain, residual, out, gained, squares_out, parts, counters,
+    x, w, bias, squares, gain, residual, out, gained, squares_out, parts, counters,
     rows, columns, inner, count, eps, scale, out_stride, lead,
     M: gl.constexpr, N: gl.constexpr, ROW_GROUPS: gl.constexpr, COLUMN_GROUPS: gl.constexpr, ROW_TILES: gl.constexpr,
-    K: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
+    K: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     NORM: gl.constexpr, PAIR: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
     GAIN: gl.constexpr, PDL: gl.constexpr, X_LAYOUT: gl.constexpr, W_LAYOUT: gl.constexpr, STORED: gl.constexpr,
 ):  # fmt: skip
@@ -362,33 +335,24 @@ def kernel(
     if GROUPS == 1:
         gl.warp_specialize([
             (_consume, (0, given, ring, WAY)),
-            (_produce, (x, w, weights, x_s, w_s, full, free, begin, end, blocks, columns,
-                        M, N, ROW_GROUPS, COLUMN_GROUPS, ROW_TILES, K, STAGES, AHEAD, PAIR, PDL)),
+            (_produce, (x, w, x_s, w_s, full, free, begin, end, blocks, columns,
+                        M, N, ROW_GROUPS, COLUMN_GROUPS, ROW_TILES, K, STAGES, PAIR, PDL)),
         ], [1], [24])
     elif GROUPS == 2:
         gl.warp_specialize([
             (_consume, (0, given, ring, WAY)),
             (_consume, (1, given, ring, WAY)),
-            (_produce, (x, w, weights, x_s, w_s, full, free, begin, end, blocks, columns,
-                        M, N, ROW_GROUPS, COLUMN_GROUPS, ROW_TILES, K, STAGES, AHEAD, PAIR, PDL)),
+            (_produce, (x, w, x_s, w_s, full, free, begin, end, blocks, columns,
+                        M, N, ROW_GROUPS, COLUMN_GROUPS, ROW_TILES, K, STAGES, PAIR, PDL)),
         ], [4, 1], [REGISTERS, 24])
-    elif GROUPS == 3:
-        gl.warp_specialize([
-            (_consume, (0, given, ring, WAY)),
-            (_consume, (1, given, ring, WAY)),
-            (_consume, (2, given, ring, WAY)),
-            (_produce, (x, w, weights, x_s, w_s, full, free, begin, end, blocks, columns,
-                        M, N, ROW_GROUPS, COLUMN_GROUPS, ROW_TILES, K, STAGES, AHEAD, PAIR, PDL)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
     else:
         gl.warp_specialize([
             (_consume, (0, given, ring, WAY)),
             (_consume, (1, given, ring, WAY)),
             (_consume, (2, given, ring, WAY)),
-            (_consume, (3, given, ring, WAY)),
-            (_produce, (x, w, weights, x_s, w_s, full, free, begin, end, blocks, columns,
-                        M, N, ROW_GROUPS, COLUMN_GROUPS, ROW_TILES, K, STAGES, AHEAD, PAIR, PDL)),
-        ], [4, 4, 4, 1], [REGISTERS, REGISTERS, REGISTERS, 24])
+            (_produce, (x, w, x_s, w_s, full, free, begin, end, blocks, columns,
+                        M, N, ROW_GROUPS, COLUMN_GROUPS, ROW_TILES, K, STAGES, PAIR, PDL)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
     # fmt: on
 
 
@@ -460,12 +424,12 @@ def hopper_gemm(
         assert gained.count * MAX_ROWS.value <= gained.squares.numel()
     some = work.parts
     kernel[(programs,)](
-        x_given, TensorDescriptor.from_tensor(w, w_box, w_layout), w, some if bias is None else bias,
+        x_given, TensorDescriptor.from_tensor(w, w_box, w_layout), some if bias is None else bias,
         x.squares if normed else some, some if gain is None else gain, some if residual is None else residual,
         out, out if gained is None else gained.values, some if gained is None else gained.squares, work.parts, work.counters,
         rows, columns, inner, x.count if normed else 0, eps, scale, out.stride(0), lead,
         M=c.block_m, N=c.block_n, ROW_GROUPS=c.row_groups, COLUMN_GROUPS=c.column_groups, ROW_TILES=row_tiles,
-        K=BLOCK_K, STAGES=c.stages, AHEAD=c.ahead, REGISTERS=REGISTERS[groups], NORM=normed, PAIR=pair is not None,
+        K=BLOCK_K, STAGES=c.stages, REGISTERS=REGISTERS[groups], NORM=normed, PAIR=pair is not None,
         ACT=ACTIVATIONS[pair or "silu"], BIAS=bias is not None, RESIDUAL=residual is not None, GAIN=gained is not None,
         PDL=pdl, X_LAYOUT=x_layout, W_LAYOUT=w_layout, STORED=stored_layout(c.block_m, w_box[0]),
         num_warps=4, **({"launch_pdl": True} if pdl else {}),
