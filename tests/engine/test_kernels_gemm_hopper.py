@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
 import torch
 from kernel_device import DEVICE, ON_GPU, TOLERANCE, gap, randn
 
+from headrace.engine.cuda.products import Products
 from headrace.engine.kernels.gemm import MAX_ROWS, Gained, GemmConfig, GemmWorkspace, unfit, why_not_specialized
+from headrace.engine.kernels.table import SHIPPED, GemmTable, entry_of
 
 HOPPER = ON_GPU and torch.cuda.get_device_capability()[0] == 9
 gemm_hopper = pytest.importorskip("headrace.engine.kernels.gemm_hopper")
@@ -83,6 +86,7 @@ def test_which_products_fit():
     assert unfit(config, 14336, 4096, pair=True) is None
     assert "outputs" in unfit(config, 6144 + 128, 4096, pair=False)
     assert "inner" in unfit(config, 6144, 4096 + 32, pair=False)
+    assert "groups" in unfit(tile(64, 64, 4, 1, 4, 256), 6144, 4096, pair=False)
     assert "shared memory" in unfit(tile(64, 128, 1, 2, 6, 64), 6144, 4096, pair=False)
     assert "tile" in unfit(tile(128, 256, 2, 1, 2, 256), 6144, 4096, pair=False)
 
@@ -94,14 +98,31 @@ def test_only_hopper_cards_and_half_precision():
     assert why_not_specialized((9, 0), torch.float16) is None
 
 
+def test_shipped_entries_fit_their_products_and_are_for_cards_that_run_them():
+    entries = json.loads((SHIPPED / "nvidia_h200.json").read_text())["gemm"]
+    specialized = {k: v for k, v in entries.items() if v and v.get("block_m")}
+    assert specialized
+    table = GemmTable("NVIDIA H200", 132)
+    work = GemmWorkspace(1, 1, torch.device("cpu"))
+    here = Products([], table, work, 64, torch.bfloat16, torch.device("cpu"), capability=(8, 0), pdl=False)
+    for name in specialized:
+        rows, columns, inner, *pair = map(int, name.split("x"))
+        config = table.config(rows, columns, inner, pair=bool(pair))
+        assert config == table.config(rows - 1, columns, inner, pair=bool(pair))
+        assert config.block_m * config.row_groups >= rows
+        assert unfit(config, columns, inner, pair=bool(pair)) is None
+        assert entry_of(config) == entries[name]
+        weights = torch.empty(columns * (2 if pair else 1), inner, device="meta")
+        assert here.config(rows, weights, pair=bool(pair)) is None
+
+
 CONFIGS = [
-    tile(64, 128, 1, 2, 5, 64),
+    tile(64, 64, 1, 1, 13, 64),
     tile(64, 64, 1, 2, 9, 64),
-    tile(64, 128, 1, 1, 9, 64),
-    tile(64, 256, 2, 1, 4, 128),
-    tile(64, 128, 3, 1, 5, 192),
+    tile(64, 128, 2, 1, 6, 128),
+    tile(64, 64, 3, 1, 6, 192),
     tile(64, 256, 2, 1, 4, 256),
-    tile(128, 128, 2, 1, 4, 256),
+    tile(128, 64, 2, 1, 5, 256),
 ]
 
 
@@ -111,13 +132,13 @@ def normed(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "config", CONFIGS, ids=lambda c: f"{c.block_m}x{c.block_n}-{c.row_groups}.{c.column_groups}-{c.rows}"
 )
 @pytest.mark.parametrize("way", ["plain", "norm-bias", "norm-pair", "residual"])
-def test_products(dtype, config, way):
+def test_products(config, way):
     rng = random.Random(config.rows + len(way))
+    dtype = torch.float16 if config.rows == 192 else torch.bfloat16
     pair = way == "norm-pair"
     work = GemmWorkspace(9_000_000, 8192, DEVICE, torch.cuda.get_device_properties(0).multi_processor_count)
     for rows in (config.rows, rng.randint(max(33, config.rows // 2), config.rows)):
