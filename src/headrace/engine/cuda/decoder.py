@@ -44,7 +44,8 @@ PREFIX_ROTATES = True
 """Whether shared-prefix attention rotates queries itself instead of a kernel before it."""
 OWN_SPLITS = 2
 """Parts of what a row has beside its shared prefix; all programs should be on the card at once."""
-OWN_SHAPE = {"block_n": 32, "num_warps": 1, "stages": 3}
+OWN_SHAPE = {"block_n": 16, "num_warps": 1, "stages": 3}
+CODED_OWN_SHAPE = {"block_n": 32, "num_warps": 1, "stages": 3}
 SHORT_TILE = 64
 """Queries of a prompt tile in steps with few prompt tokens; their cached keys may be cut among programs."""
 SPLIT_TILES, PREFILL_SPLITS = 8, 4
@@ -496,8 +497,9 @@ class Decoder:
             given = {"cos_sin": turn, "rope_dim": rope_dim, **norms} if alone else {}
             if cascade:
                 given |= {"firsts": step.firsts, "tiles": step.prefix_tiles, "prefix_splits": PREFIX_SPLITS}
-                given |= CODED_PREFIX_SHAPE if kv.dtype == torch.int16 else PREFIX_SHAPE
-                given |= {"splits": OWN_SPLITS, "min_chunk": 1024, **OWN_SHAPE}
+                coded = kv.dtype == torch.int16
+                given |= (CODED_PREFIX_SHAPE | CODED_OWN_SHAPE) if coded else (PREFIX_SHAPE | OWN_SHAPE)
+                given |= {"splits": OWN_SPLITS, "min_chunk": 1024}
             else:
                 given |= {"splits": self.splits(n), "min_chunk": self.min_chunk(n), **self._decode_shape(n)}
             parts.append(lambda: decode_attention(
