@@ -161,7 +161,7 @@ void Model::embed(const Batch& b) {
   });
 }
 
-void Model::attention(const Batch& b, const LayerWeights& l, const QRows* codes) {
+void Model::attention(const Batch& b, const LayerWeights& l, bool last, const QRows* codes) {
   const int64_t N = l.qkv.outputs(), O = (int64_t)l.heads * l.value_dim;
   const int64_t q_size = (int64_t)l.heads * l.head_dim, k_size = (int64_t)l.kv_heads * l.head_dim;
   const KvPool& kv = this->kv[l.slot];
@@ -211,11 +211,15 @@ void Model::attention(const Batch& b, const LayerWeights& l, const QRows* codes)
   };
   std::vector<Part> parts;
   std::vector<std::pair<int32_t, int32_t>> items;  // (part, segment)
+  // Whoever comes after the last layer looks at output rows alone.
+  std::vector<uint8_t> wanted(b.rows, !last);
+  for (int64_t i = 0; last && i < b.outputs; i++) wanted[b.output_rows[i]] = 1;
   const int64_t width = l.value_dim + 2 + 14;  // partials stay aligned to 64 bytes
   int64_t partials = 0;
   for (int64_t s = 0; s < b.sequences; s++)
     for (int64_t r = b.row_start[s]; r < b.row_start[s + 1]; r += kAttentionRows) {
       Part p{s, r, std::min<int64_t>(kAttentionRows, b.row_start[s + 1] - r), 0, 0, -1};
+      if (std::find(wanted.begin() + r, wanted.begin() + r + p.rows, 1) == wanted.begin() + r + p.rows) continue;
       const int64_t first = b.context[s] + (r - b.row_start[s]), last = first + p.rows - 1;
       p.first_segment = l.window > 0 ? std::max<int64_t>(0, first + 1 - l.window) / kSegment : 0;
       p.segments = last / kSegment - p.first_segment + 1;
@@ -506,7 +510,7 @@ void Model::step(const Batch& b) {
     // Rounded where it is made if that is in whole groups; in the last layer, only what is still wanted afterwards.
     const bool at_once = codes && !last && O / l.kv_heads % kGroup == 0;
     QRows a = qa_.view(codes ? rows : 0, O);
-    attention(b, l, at_once ? &a : nullptr);
+    attention(b, l, last, at_once ? &a : nullptr);
     if (last) {  // from here on only rows whose logits are wanted matter
       for (int64_t r = 0; r < b.outputs; r++) {
         std::copy_n(x_.data() + b.output_rows[r] * H, H, h_.data() + r * H);

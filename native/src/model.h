@@ -107,8 +107,8 @@ class Model {
   bool wants_codes(const Matrix& m) const { return m.quantized() && !c_.exact_activations; }
   void tile_rows(const Matrix& m, int64_t tile, int64_t tiles, const float* x, int64_t ldx, const QRows& q, int64_t row0, int64_t rows, float* out, int64_t ldo) const;
   void embed(const Batch& b);
-  // `codes`: null, or where the result goes as codes too.
-  void attention(const Batch& b, const LayerWeights& l, const QRows* codes);
+  // `last`: of output rows only. `codes`: null, or where the result goes as codes too.
+  void attention(const Batch& b, const LayerWeights& l, bool last, const QRows* codes);
   void quantize_heads(int64_t row, int64_t head, const LayerWeights& l, const QRows& codes) const;
   // Keys of the groups that the step writes to: gathered in `own_`, coded, and staged. Returns where each sequence's begin.
   std::vector<int64_t> group_keys(const Batch& b, const LayerWeights& l, const KvPool& kv, const int32_t* tables);
