@@ -233,6 +233,7 @@ def _consume(WHO: gl.constexpr, given, ring, WAY: gl.constexpr):
                 acc, is_async=True,
             )  # fmt: skip
             acc = warpgroup_mma_wait(1, deps=[acc])
+            # The stage before is worked out each time: a name that repeats another's value would not be carried round the loop.
             mbarrier.arrive(free.index(gl.where(stage == 0, STAGES - 1, stage - 1)), pred=i > 0)
             wrap = stage == STAGES - 1
             phase = gl.where(wrap, phase ^ 1, phase)
