@@ -325,13 +325,19 @@ def validate(
 def refit(
     points: Annotated[Path, typer.Argument(help="CSV of measured points", show_default=False)],
     out: Annotated[Path, typer.Option(help="where to write the calibration")],
+    engine_points: Annotated[
+        Path | None, typer.Option(help="CSV of measured points of further engines, fitted with the rest as it is")
+    ] = None,
 ) -> None:
     """Fit the efficiencies and intervals anew (minutes)."""
     from headrace.plan.calibration import write
-    from headrace.plan.fitting import calibrate
+    from headrace.plan.fitting import calibrate, with_engine
     from headrace.plan.points import read_points
 
-    write(calibrate(read_points(points)), out)
+    measured = read_points(points)
+    further = read_points(engine_points) if engine_points else []
+    found = calibrate(measured)
+    write(with_engine(found, further) if further else found, out)
     print(f"wrote {out}")
 
 

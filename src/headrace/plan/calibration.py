@@ -97,12 +97,14 @@ def group_names(family: str, d: Deployment) -> tuple[str, ...]:
     """
     version = d.inputs.engine_version.strip().lower().removeprefix("v")
     campaign = f"{family}|{d.engine}|{d.gpu.id}|{version}"
+    # On a CPU the same engine is another program: what it deviates by on GPUs says nothing there.
+    build = f"{d.engine}|{version}" if d.gpu.generation != "cpu" else f"{d.engine} on CPUs|{version}"
     return (
         campaign,
         f"{campaign}|tp{d.layout.tp}",
         f"{family}|{d.engine}|{d.gpu.id}",
         f"{family}|{d.engine}",
-        f"{ANY}|{d.engine}|{version}",
+        f"{ANY}|{build}",
         f"{ANY}|{d.gpu.id}",
     )
 

@@ -222,17 +222,32 @@ def _sum_groups(t: Table, effects: Array) -> Array:
     return total
 
 
-def fit(t: Table, mask: Mask, iterations: int = 40) -> Calibration:
-    """Parameters and effects from the points where `mask` is true."""
+def fit(t: Table, mask: Mask, iterations: int = 40, known: Calibration | None = None) -> Calibration:
+    """Parameters and effects from the points where `mask` is true.
+
+    With `known`, what it holds stands as it is (the physics, generations, kernel paths), and only parameters of engines that
+    it does not know are fitted, together with the offsets.
+    """
     from scipy.optimize import least_squares
 
     names = _names(t)
     base, groups = len(names), len(t.groups)
     spread = np.array([_spread(n) for n in names])
+    given = np.zeros(len(names))
+    if known is not None:
+        given = np.array([known.parameters.get(n, 0.0) for n in names])
+        measured = {n.split(".")[1] for n in known.parameters if n.startswith("engine.")}
+        spread[[not n.startswith("engine.") or n.split(".")[1] in measured for n in names]] = 0.0
     offsets = np.zeros((len(EFFECTS), groups))
     for level, members in enumerate(t.group_of):
         offsets[:, np.unique(members)] = [[OFFSET[which][level]] for which in EFFECTS]
+    start = np.zeros(offsets.shape)
+    for j, group in enumerate(t.groups):
+        if known is not None and group in known.effects:
+            start[:, j] = [getattr(known.effects[group], which) for which in EFFECTS]
+            offsets[:, j] = 0.0
     prior = np.concatenate([spread, offsets.ravel()])
+    origin = np.concatenate([given, start.ravel()])
     observed = np.log(np.stack([t.observed[m] for m in METRICS]))
     seen = np.isfinite(observed) & mask
     sigma = np.array([SIGMA[m] for m in METRICS])[:, None]
@@ -241,7 +256,7 @@ def fit(t: Table, mask: Mask, iterations: int = 40) -> Calibration:
     design = _design(t, names)
 
     def model(z: Array) -> tuple[Array, Efficiency, Array]:
-        x = np.clip(z, -LIMIT, LIMIT) * prior
+        x = origin + np.clip(z, -LIMIT, LIMIT) * prior
         effects = x[base:].reshape(len(EFFECTS), groups)
         e, slope = _efficiencies(t, design, x[:base])
         total = _sum_groups(t, effects)
@@ -286,11 +301,16 @@ def fit(t: Table, mask: Mask, iterations: int = 40) -> Calibration:
                 data[rows, place] += flat * prior[place]
         return np.concatenate([data, np.eye(len(z))])
 
-    start = np.zeros(len(prior))
     found = least_squares(
-        residuals, start, jac=jacobian, loss="soft_l1", max_nfev=iterations, tr_solver="lsmr", ftol=TOLERANCE
+        residuals,
+        np.zeros(len(prior)),
+        jac=jacobian,
+        loss="soft_l1",
+        max_nfev=iterations,
+        tr_solver="lsmr",
+        ftol=TOLERANCE,
     ).x
-    found = np.clip(found, -LIMIT, LIMIT) * prior
+    found = origin + np.clip(found, -LIMIT, LIMIT) * prior
     effects = found[base:].reshape(len(EFFECTS), groups)
     return Calibration(
         parameters={n: round(float(v), 4) for n, v in zip(names, found[:base], strict=True) if abs(v) > 1e-4},
@@ -404,6 +424,21 @@ def _places(cells: Sequence[str], t: Table) -> tuple[list[int], Mask]:
     for before, i in zip([None, *order], order, strict=False):
         place[i] = place[before] + 1 if before is not None and cells[before] == cells[i] else 0
     return place, np.array([cells.count(c) == 1 for c in cells])
+
+
+def with_engine(c: CalibrationSet, points: Sequence[Point]) -> CalibrationSet:
+    """The calibration with engines that it does not know, from runs of theirs. What it holds already stands as it is, so that no
+    score on the others' points changes."""
+    t = table(points)
+    everything = np.ones(len(t), dtype=bool)
+    found = with_runs(t, fit(t, everything, known=c.main), everything)
+    main = Calibration(
+        parameters={**found.parameters, **c.main.parameters},
+        effects={**found.effects, **c.main.effects},
+        runs={**found.runs, **c.main.runs},
+    )
+    families = {f"{p.family}|{t.keys[k][0]}" for p, k in zip(t.points, t.key_of, strict=True)}
+    return msgspec.structs.replace(c, main=main, families=sorted({*c.families, *families}))
 
 
 def calibrate(points: Sequence[Point], cell_folds: int = 5, run_folds: int = 5) -> CalibrationSet:
