@@ -163,6 +163,34 @@ async def test_a_slow_reader_who_leaves_ends_only_its_own_request(app, engine, t
     assert slow.text == ""
 
 
+async def test_a_request_whose_reader_is_stuck_is_aborted_at_its_limit(engine, tokenizer, template):
+    config = ServeConfig(served_names=(MODEL,), eos_token_ids=EOS, request_limit_s=0.3)
+    stuck = Exchange(create_app(engine, tokenizer, template, config), n=2)
+    await until(lambda: len(engine.sinks) == 2)
+    await asyncio.sleep(0.01)
+    stuck.open.clear()
+    engine.step()
+    await until(lambda: len(engine.abandoned) == 2)
+    assert not stuck.task.done()
+    stuck.open.set()
+    await stuck.task
+    assert parse_events(stuck.text)[-1]["error"]["code"] == "timeout"
+
+
+async def test_a_sequence_that_fails_at_once_keeps_the_others_of_its_request_from_starting(app, engine):
+    followed = []
+
+    def follow(request, sink):
+        followed.append(request)
+        sink(Output(request.request_id, finish=Finish(FinishReason.ERROR, 1, 0, 0, error="gone")))
+
+    engine.follow = follow
+    stream = Exchange(app, n=3)
+    await stream.task
+    assert len(followed) == 1
+    assert parse_events(stream.text)[-1]["error"]["message"] == "gone"
+
+
 async def test_a_client_that_leaves_in_the_middle_of_a_batch_gets_no_more_and_harms_nobody(app, engine, tokenizer):
     first, second, third = await exchanges(app, engine, 3)
     engine.step()

@@ -75,7 +75,8 @@ class SequenceRun:
             except Exception as error:
                 tell(error)
 
-        self.engine.follow(self.request, take)
+        if not self._over:  # another run of its request may have failed before
+            self.engine.follow(self.request, take)
 
     def leave(self) -> None:
         """Nobody wants more of it: what still runs is aborted. Every accepted sequence is counted once, here."""
@@ -274,6 +275,8 @@ class Pieces:
         if isinstance(item, Exception):
             self._arrived.append(item)
             wake = True
+            for run in self._runs:  # now, not when a reader that is stuck goes on or leaves
+                run.leave()
         else:
             if item.ending is not None:
                 self._unfinished -= 1
