@@ -45,7 +45,12 @@ class TestSamplingOfAConversation:
     def test_where_nobody_says_anything(self):
         params, said = conversational(SamplingParams(seed=3), {"repetition_penalty": 1.1})
         assert params == SamplingParams(seed=3, temperature=0.6, min_p=0.1)
-        assert said.startswith("sampling: temperature 0.6, min-p 0.1 · ")
+        calm = "sampling: temperature 0.6, min-p 0.1"
+        default = "--temperature 1 is the API's default"
+        assert said == f"{calm}, repetition-penalty 1.1 · {default} · repetition-penalty as the model recommends"
+        params, said = conversational(SamplingParams(repetition_penalty=1.3), {"repetition_penalty": 1.1})
+        assert params == SamplingParams(repetition_penalty=1.3, temperature=0.6, min_p=0.1)
+        assert said == f"{calm}, repetition-penalty 1.3 · {default}"
 
     @pytest.mark.parametrize("asked", [{"temperature": 1.0}, {"temperature": 0.0}, {"top_k": 5}, {"min_p": 0.0}])
     def test_one_wish_leaves_the_rest_to_the_api(self, asked):
@@ -57,9 +62,9 @@ class TestSamplingOfAConversation:
         recommended = {"temperature": 1.0, "top_p": 0.95}
         params, said = conversational(SamplingParams(), recommended)
         assert params == SamplingParams()
-        assert said == "sampling: temperature 1, top-p 0.95 · temperature, top_p as the model recommends"
+        assert said == "sampling: temperature 1, top-p 0.95 · temperature, top-p as the model recommends"
         params, said = conversational(SamplingParams(temperature=0.2), recommended)
-        assert said == "sampling: temperature 0.2, top-p 0.95 · top_p as the model recommends"
+        assert said == "sampling: temperature 0.2, top-p 0.95 · top-p as the model recommends"
 
 
 def talk(model, *lines, system=None):

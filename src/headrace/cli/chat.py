@@ -59,18 +59,22 @@ _CALM: Mapping[str, float] = {"temperature": 0.6, "min_p": 0.1}
 def conversational(params: SamplingParams, recommended: Mapping[str, float]) -> tuple[SamplingParams, str]:
     """The sampling of a conversation, and a line that says it: what was asked for, else what the model recommends, else
     `_CALM`, of which only all or nothing is taken."""
-    asked = {name: value for name in _SHAPE if (value := getattr(params, name)) is not None}
-    if not asked and not any(name in recommended for name in _SHAPE):
+    names = (*_SHAPE, "repetition_penalty")
+    asked = {name: value for name in names if (value := getattr(params, name)) is not None}
+    calm = not any(name in asked or name in recommended for name in _SHAPE)
+    if calm:
         params = replace(params, temperature=_CALM["temperature"], min_p=_CALM["min_p"])
-        return params, f"sampling: {_listed(_CALM)} · --temperature 1 is the API's default"
-    held = {**recommended, **asked}
-    said = f"sampling: {_listed(held) or 'temperature 1'}"
-    left = ", ".join(name for name in recommended if name not in asked)
-    return params, said + (f" · {left} as the model recommends" if left else "")
+    held = {**(_CALM if calm else {}), **recommended, **asked}
+    said = ["sampling: " + ", ".join(f"{_option(name)} {value:g}" for name, value in held.items())]
+    if calm:
+        said.append("--temperature 1 is the API's default")
+    if left := ", ".join(_option(name) for name in recommended if name not in asked):
+        said.append(f"{left} as the model recommends")
+    return params, " · ".join(said)
 
 
-def _listed(values: Mapping[str, float]) -> str:
-    return ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in values.items())
+def _option(name: str) -> str:
+    return name.replace("_", "-")
 
 
 class Conversation:
