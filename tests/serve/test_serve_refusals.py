@@ -239,9 +239,7 @@ async def test_fields_beyond_openai_reach_the_engine(served):
 async def test_generation_config_fills_what_a_request_leaves_unset(serve):
     from headrace.serve.config import SamplingDefaults
 
-    defaults = SamplingDefaults.from_generation_config(
-        {"temperature": 0.2, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.1, "eos_token_id": [1]}
-    )
+    defaults = SamplingDefaults.of({"temperature": 0.2, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.1})
     served = serve(sampling_defaults=defaults)
     await served.complete("p")
     await served.complete("p", temperature=1, top_p=1, top_k=0, repetition_penalty=1)

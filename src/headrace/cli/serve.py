@@ -73,7 +73,7 @@ def serve(
     settings = ServeConfig(
         served_names=tuple(served_model_name) or (files.name,),
         eos_token_ids=files.spec().eos_token_ids,
-        sampling_defaults=SamplingDefaults.from_generation_config(recommended),
+        sampling_defaults=SamplingDefaults.of(recommended),
         api_keys=keys,
         max_body_bytes=max_body_bytes,
         max_waiting=max_waiting,

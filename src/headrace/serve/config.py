@@ -13,7 +13,7 @@ from headrace.base.errors import InvalidInput
 class SamplingDefaults:
     """Sampling used where a request leaves a field unset; None falls back to the API's own default.
 
-    Filled from the model's `generation_config.json` unless the server was told to ignore it.
+    Filled with what the model recommends unless the server was told to ignore it.
     """
 
     temperature: float | None = None
@@ -23,16 +23,9 @@ class SamplingDefaults:
     repetition_penalty: float | None = None
 
     @classmethod
-    def from_generation_config(cls, values: Mapping[str, Any]) -> SamplingDefaults:
-        """The sampling values of a parsed `generation_config.json`; `InvalidInput` for one that is no number."""
-        found: dict[str, Any] = {}
-        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
-            value = values.get(name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise InvalidInput(f"{name} is {value!r}, not a number", field="generation_config")
-            found[name] = int(value) if name == "top_k" else float(value)
+    def of(cls, recommended: Mapping[str, float]) -> SamplingDefaults:
+        """Those that a model recommends (`headrace.spec.locate.ModelFiles.sampling`)."""
+        found: dict[str, Any] = dict(recommended)
         return cls(**found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -127,17 +128,18 @@ _SAMPLING: Mapping[str, tuple[str, float, float]] = {
 
 def _in_range(name: str, value: object) -> float:
     _, least, most = _SAMPLING[name]
-    number = not isinstance(value, bool) and isinstance(value, int | float)
-    if not number or not least <= value <= most or (name == "top_k" and value != int(value)):  # type: ignore[operator,call-overload]
+    whole = name == "top_k"
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if not least <= number <= most or (whole and number != int(number)):
         raise InvalidInput(
-            f"the model recommends {name} {value!r}, which is not {'a whole' if name == 'top_k' else 'a'} number "
+            f"the model recommends {name} {value!r}, which is not {'a whole' if whole else 'a'} number "
             f"from {least:g} to {most:g}",
             field=name,
             remedy="correct its generation_config.json or metadata, or give --no-generation-config",
         )
-    if name == "top_k":
-        return int(value)  # type: ignore[call-overload,no-any-return]
-    return float(f"{value:.7g}")  # a GGUF number is an fp32: 0.95 and not 0.949999988
+    if whole:
+        return int(number)
+    return float(f"{number:.7g}")  # a GGUF number is an fp32: 0.95 and not 0.949999988
 
 
 def locate(model: str, *, revision: str | None = None, offline: bool | None = None, cached: bool = False) -> ModelFiles:
