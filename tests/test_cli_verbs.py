@@ -97,6 +97,7 @@ def test_version() -> None:
         (["serve", "no-such"], "no-such"),
         (["generate", "smollm2-135m", "--prompt", "x", "--revision", "main"], "revision"),
         (["serve", "smollm2-135m", "--log-level", "loud"], "log_level"),
+        (["serve", "smollm2-135m", "--host", "192.0.2.1"], "host: cannot listen on 192.0.2.1"),
         (["serve", "smollm2-135m", "--chat-template", "/no/such/file"], "chat_template"),
         (["chat", "smollm2-135m", "--chat-template", "/no/such/file"], "chat_template"),
         (["generate", "smollm2-135m", "--chat", "--prompt", "x", "--chat-template", "/no/such/file"], "chat_template"),
@@ -224,31 +225,18 @@ def test_a_chat_template_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.model
 def test_what_the_model_recommends_is_sampled_with_unless_told_otherwise(tmp_path: Path) -> None:
     """`top_k` 1 is greedy whatever the seed; without it, or with one's own, random weights give other tokens."""
-    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
-    config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 320, "max_position_embeddings": 128}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    common = [dummy_model(tmp_path), "--load-format", "dummy", "--prompt", "a", "--max-tokens", "12", "--seed", "5"]
     (tmp_path / "generation_config.json").write_text(json.dumps({"top_k": 1}))
     answers = []
     for more in ([], ["--no-generation-config"], ["--top-k", "0"], ["--temperature", "0"]):
-        line = [
-            "--load-format",
-            "dummy",
-            "--prompt",
-            "a",
-            "--max-tokens",
-            "12",
-            "--seed",
-            "5",
-            "--ignore-eos",
-            "--json",
-        ]
-        done = run("generate", str(tmp_path), *line, *more)
+        done = run("generate", *common, "--ignore-eos", "--json", *more)
         answers.append(json.loads(done.stdout)["completions"][0]["token_ids"])
     assert answers[0] == answers[3]
     assert answers[1] == answers[2]
     assert answers[0] != answers[1]
 
 
+@pytest.mark.model
 def test_dummy_weights_for_any_config(tmp_path: Path) -> None:
     common = [dummy_model(tmp_path), *DUMMY]
     first, second, third = (

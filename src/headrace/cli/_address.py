@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 from headrace.base.errors import InvalidInput
@@ -15,7 +16,6 @@ def check_address(host: str, port: int) -> None:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server will: a port at rest is free
             trial.bind(address)
     except OSError as error:
+        field = "port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "host"
         reason = error.strerror or str(error)
-        raise InvalidInput(
-            f"cannot listen on {host}:{port}: {reason}", field="port", remedy="choose another"
-        ) from None
+        raise InvalidInput(f"cannot listen on {host}:{port}: {reason}", field=field, remedy="choose another") from None
