@@ -270,6 +270,7 @@ def test_a_file_is_read_as_people_write_it(tmp_path: Path) -> None:
         ('{"prompt": "a", "arrived_at": NaN}', "arrived_at"),
         ('{"prompt": "a", "output_tokens": 0}', "at least one output token"),
         ('{"prompt": "a", "max_tokens": -1}', "at least one output token"),
+        ('{"prompt": "a", "max_tokens": Infinity}', "infinity"),
         ('{"prompt": 5}', "5 is no text"),
         ('{"messages": []}', "a message"),
         ('{"messages": [{"role": "user", "content": null}]}', "None is no text"),

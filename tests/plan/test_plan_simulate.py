@@ -154,6 +154,7 @@ def test_arrivals_are_seeded_and_refuse_nonsense():
         ("a.jsonl", "1"),
         ("a.jsonl", '{"timestamp":"a","input_length":3,"output_length":3,"hash_ids":[1]}'),
         ("a.jsonl", '{"timestamp":1,"input_length":300,"output_length":3,"hash_ids":["a"]}'),
+        ("a.jsonl", '{"timestamp":1,"input_length":Infinity,"output_length":3,"hash_ids":[1]}'),
         ("a.txt", ""),
     ],
 )

@@ -123,7 +123,7 @@ def test_a_file_without_a_column_is_refused(tmp_path):
         read_points(tmp_path / "nowhere.csv")
 
 
-@pytest.mark.parametrize("form", ["crlf", "bom", "order", "extra", "semicolons", "tabs", "capitals", "breaks"])
+@pytest.mark.parametrize("form", ["crlf", "bom", "order", "extra", "semicolons", "tabs", "capitals", "breaks", "gap"])
 def test_how_a_file_is_written_does_not_matter(tmp_path, points, form):
     rows = list(csv.DictReader(POINTS.read_text(encoding="utf-8").splitlines()))
     columns = list(rows[0])
@@ -136,6 +136,7 @@ def test_how_a_file_is_written_does_not_matter(tmp_path, points, form):
         rows = [{**row, "comment": "a\u2028b\x0cc\nd"} for row in rows]
     path = tmp_path / "points.csv"
     with path.open("w", encoding="utf-8-sig" if form == "bom" else "utf-8", newline="") as file:
+        file.write("\n\n" if form == "gap" else "")
         writer = csv.DictWriter(
             file,
             columns,

@@ -96,12 +96,12 @@ def read_points(path: Path) -> list[Point]:
     Columns may stand in any order and between others, separated by commas, semicolons or tabs.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8-sig").lstrip("\n")
     except OSError as error:
         raise InvalidInput(f"cannot read {path}: {error.strerror}", field="points") from error
     except UnicodeDecodeError as error:
         raise InvalidInput(f"{path.name} is not UTF-8 text: {error.reason}", field="points") from None
-    head = text.lstrip("\r\n").partition("\n")[0]
+    head = text.partition("\n")[0]
     rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=head.count))
     rows.fieldnames = [name.strip().lower() for name in rows.fieldnames or ()]
     missing = [name for name in REQUIRED_COLUMNS if name not in rows.fieldnames]

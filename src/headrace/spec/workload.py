@@ -161,7 +161,7 @@ def _mooncake(text: str) -> list[Arrival]:
             _arrival(r["timestamp"] / 1e3, int(r["input_length"]), int(r["output_length"]), map(int, r["hash_ids"]))
             for r in rows
         ]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise InvalidInput(
             f"not a trace of timestamp, input_length, output_length, hash_ids: {error}", field="trace"
         ) from None

@@ -109,7 +109,7 @@ def _turns(entry: dict[str, Any], options: Options, context: TrafficContext, whe
             messages = (Message("user", _text(entry["prompt"])),)
         asked = [entry[name] for name in ("output_tokens", "max_tokens") if entry.get(name) is not None]
         output = int(asked[0]) if asked else options.osl
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InvalidInput(f"{where}: needs prompt, messages or conversations: {error!r}", field="--file") from None
     if not messages or output < 1:
         what = "a message" if not messages else f"at least one output token, not {output}"
