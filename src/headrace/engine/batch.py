@@ -38,7 +38,7 @@ class Batch:
 
     Per chunk: `slots`, `starts`, `lengths`, `first_rows`; `tables` per cache group. `tail_slots`: token slots behind the
     last written position of blocks that were begun in this step, to be zeroed. Both kinds of token slots are computed when
-    they are first asked for, within the step.
+    they are asked for, within the step.
     """
 
     __slots__ = (

@@ -62,8 +62,8 @@ class Runner:
         self.pool.copy(sources, targets)
 
     def hidden(self, batch: Batch, rows: Ints) -> Ints:
-        if len(batch.tail_slots):
-            self.pool.zero(batch.tail_slots)
+        if len(tails := batch.tail_slots):
+            self.pool.zero(tails)
         self.pool.begin(batch)
         hidden = self._decoder.hidden(self._context(batch))
         self._kept = hidden

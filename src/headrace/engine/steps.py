@@ -62,7 +62,7 @@ class Steps:
             self._fail(chunks[i].slot, NOT_FINITE)
         logits = self._compute.logits(0, len(rows)) if len(rows) else None
         compute_s = time.perf_counter() - started
-        results = None
+        results: dict[int, tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]] = {}
         if owners is batch.first_rows and not (self._grammars or self._broken):
             sampled = self._compute.sample(logits, self._decoding(batch), self._sampling)
             if not (asked or sampled.errors or sampled.logprobs):
@@ -71,8 +71,8 @@ class Steps:
                 done = tuple([RowResult(c.slot, (t,)) for c, t in zip(chunks, sampled.token_ids, strict=True)])
                 return StepResult(plan.step_id, done, compute_s, time.perf_counter() - begin)
             results = {i: self._accept(chunk, i, sampled) for i, chunk in enumerate(chunks)}
-        if results is None:
-            results = self._sample(chunks, owners, logits) if len(rows) else {}
+        elif len(rows):
+            results = self._sample(chunks, owners, logits)
         started = time.perf_counter()
         prompts = self._prompt_logprobs(batch, asked, len(rows))
         if asked:
