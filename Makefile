@@ -27,7 +27,7 @@ test-gpu: setup
 	  $(BIN)/pytest tests/engine/test_kernels_rows.py tests/engine/test_kernels_attention.py tests/engine/test_kernels_hopper.py \
 	    tests/engine/test_kernels_gemm_hopper.py tests/engine/test_kernels_codes.py tests/engine/test_cuda_kv_formats.py \
 	    tests/engine/test_kernels_quantized.py tests/engine/test_cuda_quantized.py tests/engine/test_cuda_timeline.py \
-	    tests/engine/test_cuda_steps.py tests/engine/test_cuda_flashinfer.py tests/engine/test_cuda_smollm2.py; \
+	    tests/engine/test_cuda_steps.py tests/engine/test_cuda_deep.py tests/engine/test_cuda_flashinfer.py tests/engine/test_cuda_smollm2.py; \
 	else echo "no CUDA GPU: skipped"; fi
 
 # The native kernels without Python: plain, under sanitizers, for aarch64 under qemu (minutes of compiling).
