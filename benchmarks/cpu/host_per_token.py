@@ -156,7 +156,8 @@ def main() -> None:
     for streams in map(int, a.streams.split(",")):
         servers: list[Server] = []
         try:
-            servers += [Server(tree, STEP_MS[streams]) for tree in a.trees]
+            for tree in a.trees:
+                servers.append(Server(tree, STEP_MS[streams]))
             for kind in a.kinds.split(","):
                 for repeat in range(a.repeats):
                     for index in range(len(servers)) if repeat % 2 == 0 else reversed(range(len(servers))):
