@@ -1,4 +1,4 @@
-"""The CUDA path with keys and values of 8 bits, on tiny random models: the loss is that of the torch backend with the same format,
+"""The CUDA path with keys and values of 8 and of 4 bits, on tiny random models: the loss is that of the torch backend with the same format,
 and batches, chunks, copies, shared prefixes, preemption and overlap change no answer beyond a step between two codes.
 
 Without a GPU the kernels run in Triton's interpreter, which is slow: one model, few tokens.
@@ -17,17 +17,19 @@ from test_models_logits import VOCAB, dense, random_schedule, reference, tiny_mo
 from test_torch_executor import test_copied_blocks_continue_a_prefix_without_touching_it as copied_blocks
 from torch_steps import Engine
 
-from headrace.base.errors import InvalidInput
+from headrace.control.step import BlockAppend, BlockCopy, Chunk, StepPlan
 from headrace.engine.executors.cuda import BACKEND
 from headrace.engine.executors.torch import BACKEND as TORCH
+from headrace.spec.accounting import default_block_tokens
 from headrace.spec.config import EngineConfig
 from headrace.spec.locate import locate
 
 ON_GPU = kernel_device.ON_GPU
-CODED = ("fp8", "int8")
-LOSS = {"int8": 0.025, "fp8": 0.12}
+EIGHT_BITS = ("fp8", "int8")
+CODED = (*EIGHT_BITS, "int4")
+LOSS = {"int8": 0.025, "fp8": 0.12, "int4": 0.25}
 """Largest mean difference of log-probabilities from transformers; as for the torch backend."""
-ROUNDED = {"fp8": 0.1, "int8": 0.02}
+ROUNDED = {"fp8": 0.1, "int8": 0.02, "int4": 0.1}
 """Largest difference between two ways to the same tokens: sums in another order put a number here and there into the next code."""
 
 
@@ -41,7 +43,9 @@ def engine(folder, kv: str, backend=BACKEND, weights: str = "fp32", **sizes) -> 
     assert backend.unavailable(files, config) is None
     return Engine(
         backend.load(files, config),
-        **{"num_blocks": 400 if ON_GPU else 80, "max_num_seqs": 8, "max_model_len": 96} | sizes,
+        **{"num_blocks": 400 if ON_GPU else 80, "max_num_seqs": 8, "max_model_len": 96}
+        | ({"block_tokens": default_block_tokens(kv)} if kv == "int4" else {})
+        | sizes,
     )
 
 
@@ -57,11 +61,13 @@ def qwen(tmp_path_factory):
 def test_any_schedule_equals_the_torch_backend_with_the_same_format(tmp_path, name, kv):
     model, folder = tiny_model(tmp_path, name)
     rng = random.Random(name)
-    given = [[rng.randrange(VOCAB) for _ in range(n)] for n in ((2, 9, 33, 64, 70) if ON_GPU else (2, 13))]
+    short = (2, 35) if kv == "int4" else (2, 13)
+    given = [[rng.randrange(VOCAB) for _ in range(n)] for n in ((2, 9, 33, 64, 70) if ON_GPU else short)]
     count = 10 if ON_GPU else 1
     runs = engine(folder, kv)
     items = {i.name: i for i in runs.model.memory()}
-    assert items["kv_pool"].predicted_bytes == items["kv_pool"].actual_bytes > 0
+    for item in ("kv_pool", *(["kv_staging"] if kv == "int4" else [])):
+        assert items[item].predicted_bytes == items[item].actual_bytes > 0
     found = [runs.add(p, prompt_logprobs=VOCAB, logprobs=VOCAB) for p in given]
     random_schedule(runs, found, random.Random(2), count)
     runs.close()
@@ -82,19 +88,96 @@ def test_any_schedule_equals_the_torch_backend_with_the_same_format(tmp_path, na
     whole.close()
 
 
-@pytest.mark.parametrize("kv", CODED if ON_GPU else ["int8"])
+@pytest.mark.parametrize("kv", EIGHT_BITS if ON_GPU else ["int8"])
 def test_shared_prefixes_change_nothing(qwen, kv, monkeypatch):
     """The same scene as with plain keys and values; its answers are clear enough for codes."""
     monkeypatch.setattr("test_cuda_steps.engine", lambda folder, **sizes: engine(folder, kv, **sizes))
     shared_prefixes(qwen, monkeypatch)
 
 
-def test_int4_is_refused_by_name(qwen):
-    with pytest.raises(InvalidInput, match="kv 'int4'") as refusal:
-        engine(qwen[1], "int4")
-    assert refusal.value.field == "kv"
-    assert "fp8, int8" in refusal.value.remedy
-    assert BACKEND.formats().kv == ("bf16", "fp16", "fp32", "fp8", "int8")
+def test_prefixes_of_whole_groups_are_shared(qwen, monkeypatch):
+    """Four sequences that begin with a block of another's, and read it together, against the same text computed whole."""
+    from headrace.engine.cuda import prefixes
+
+    monkeypatch.setattr(prefixes, "MIN_SPARED_TOKENS", 16)
+    prompts = [[3 + i for i in range(32)] + [60 + j, 70] for j in range(4)]
+    runs = engine(qwen[1], "int4", max_num_seqs=6)
+    assert any("interpreter only" in note for note in runs.model.notes())
+    leader = runs.add(prompts[0])
+    runs.step([(leader, 33)])
+    shared = tuple(runs.executor.runner._slots.tables[0, leader.slot, :1].tolist())
+    found = []
+    for prompt in prompts:
+        sequence = runs.add(prompt, logprobs=VOCAB)
+        sequence.blocks, sequence.computed = 1, 32
+        found.append(sequence)
+    plan = runs.plan([(s, 1) for s in found])
+    appends = tuple(BlockAppend(s.slot, 0, 0, shared) for s in found)
+    runs.executor.submit(StepPlan(plan.step_id, (), plan.inits, appends + plan.appends, (), plan.chunks)).result()
+    for sequence in found:
+        sequence.computed = 33
+    runs.generate(found, 2 if ON_GPU else 1)
+    runs.close()
+    whole = engine(qwen[1], "int4", TORCH)
+    for sequence in found:
+        same = whole.add(sequence.tokens, prompt_logprobs=VOCAB)
+        whole.generate([same], 1)
+        whole.remove(same)
+        ours, theirs = dense(sequence.logprobs), dense(same.prompt_logprobs)[33:]
+        assert np.abs(ours - theirs[: len(ours)]).max() < ROUNDED["int4"]
+    whole.close()
+
+
+def test_who_goes_on_in_a_copied_group_sees_its_codes_as_in_the_torch_backend(qwen):
+    """No scheduler copies an unfinished group, but a plan may."""
+    prompt = [3 + i for i in range(36)]
+    seen, staged = [], []
+    for backend in (BACKEND, TORCH):
+        runs = engine(qwen[1], "int4", backend, max_num_seqs=3)
+        first = runs.add(prompt)
+        runs.step([(first, 36)])
+        second = runs.add(prompt, logprobs=VOCAB)
+        fresh = runs.free.pop()
+        appends = (BlockAppend(second.slot, 0, 0, (first.owned[0], fresh)),)
+        copies, chunks = (BlockCopy(first.owned[1], fresh),), (Chunk(second.slot, 35, 1, True),)
+        inits = runs.plan([]).inits
+        (row,) = runs.executor.submit(StepPlan(2, (), inits, appends, copies, chunks)).result().rows
+        seen.append(dense(row.logprobs))
+        if backend is BACKEND:
+            keys = runs.executor.runner._decoder.staged.layers.transpose(2, 3)
+        else:
+            keys = runs.executor._step.__self__._compute.pool._staged
+        # The torch backend keeps the two of a rotated pair together: an order of its own.
+        staged.append(np.sort(keys[:, second.slot, :4].float().cpu().numpy(), -1))
+        runs.close()
+    assert np.abs(seen[0] - seen[1]).max() < ROUNDED["int4"]
+    # A key here and there is in the next code.
+    assert (np.abs(staged[0] - staged[1]) < 5e-3).mean() > 0.95
+
+
+def test_what_a_layer_launches_with_staged_keys(qwen, monkeypatch):
+    """In a start on a GPU each kernel is compiled by a job of its own, those of decode attention apart."""
+    from headrace.engine.cuda import decoder as module
+
+    runs = engine(qwen[1], "int4", max_num_seqs=3)
+    decoder = runs.executor.runner._decoder
+    blank = torch.full((16,), -1, dtype=torch.int32, device=decoder.x.device)
+    mixed = module.DeviceStep(blank[:4], blank[:4], blank[:4], 2, blank[:4].view(1, 4), blank[:2].view(1, 2), 64)
+    launched = []
+    for name in ("rope_cache", "code_groups", "decode_attention", "prefill_groups", "stage_keys"):
+        monkeypatch.setattr(module, name, lambda *given, n=name, **named: launched.append(n))
+    for job in decoder.compile_jobs(mixed, others=False):
+        job()
+    assert launched == ["rope_cache", "code_groups", "decode_attention", "prefill_groups", "stage_keys"]
+    launched.clear()
+    for job in decoder.decode_jobs(mixed):
+        job()
+    assert launched == ["decode_attention"]
+    runs.close()
+
+
+def test_formats_are_offered_by_name():
+    assert BACKEND.formats().kv == ("bf16", "fp16", "fp32", "fp8", "int8", "int4")
 
 
 GPU = pytest.mark.skipif(not ON_GPU, reason="needs a GPU: too long in the interpreter, or graphs")
@@ -147,7 +230,7 @@ def test_batch_mates_chunks_and_preemption_change_nothing(qwen, kv, weights, mon
 
 
 @GPU
-@pytest.mark.parametrize("kv", CODED)
+@pytest.mark.parametrize("kv", EIGHT_BITS)
 def test_copied_blocks_continue_a_prefix_without_touching_it(qwen, kv):
     runs = engine(qwen[1], kv, max_model_len=128)
     copied_blocks(runs)
@@ -195,7 +278,7 @@ def test_formats_with_codes_have_entries_of_their_own_in_the_kernel_table(monkey
     table = GemmTable("NVIDIA H200", 132)
     plain = table.decode(64, 128)
     assert table.decode(64, 128, "bf16") == plain
-    for kv in CODED:
+    for kv in EIGHT_BITS:
         assert table.decode(64, 128, kv).keys() == plain.keys()
         assert table.decode(64, 128, kv) != plain
     assert table.decode(64, 80, "fp8") is None

@@ -4,13 +4,28 @@ one group per slot (and layer). No arrays of keys here, only what they are."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from headrace.engine.batch import Batch
-
 Ints = npt.NDArray[np.int64]
+
+
+class Ranges(Protocol):
+    """A step as `StagedGroups` sees it: per sequence its slot, its first position and how many it computes, and per cache group the
+    sequences' block tables. `headrace.engine.batch.Batch` is one."""
+
+    @property
+    def slots(self) -> Ints: ...
+    @property
+    def starts(self) -> Ints: ...
+    @property
+    def lengths(self) -> Ints: ...
+    @property
+    def tables(self) -> Sequence[npt.NDArray[np.int32]]: ...
+    @property
+    def block_tokens(self) -> int: ...
 
 
 class StagedGroups:
@@ -30,7 +45,7 @@ class StagedGroups:
         """These blocks hold something else now."""
         self._owner[list(targets)] = -1
 
-    def begin(self, batch: Batch, group: int) -> npt.NDArray[np.bool_]:
+    def begin(self, batch: Ranges, group: int) -> npt.NDArray[np.bool_]:
         """Note what a step will stage in cache group `group`. Returns the sequences that go on inside a group of tokens whose
         keys are not staged and must be read back from their codes first."""
         slots, starts, table = batch.slots, batch.starts, batch.tables[group]

@@ -14,6 +14,7 @@ from headrace.engine.backend import Limits
 from headrace.engine.cuda.flashinfer import FlashInfer, Planned
 from headrace.engine.cuda.pool import KVPool
 from headrace.engine.cuda.products import Matrix, Products
+from headrace.engine.cuda.staged import StagedKeys
 from headrace.engine.cuda.weights import DecoderWeights, LayerWeights
 from headrace.engine.frequencies import frequencies
 from headrace.engine.kernels.activation import activate, activate_rounded
@@ -28,8 +29,10 @@ from headrace.engine.kernels.gemm import (
     GemmWorkspace,
     why_not_specialized,
 )
+from headrace.engine.kernels.groups import code_groups, stage_keys
 from headrace.engine.kernels.norm import add_norm
 from headrace.engine.kernels.prefill import HOPPER_TILE, PrefillWorkspace, prefill_attention
+from headrace.engine.kernels.prefill_groups import prefill_groups
 from headrace.engine.kernels.rope import rope_cache
 from headrace.engine.kernels.rounding import Rounded
 from headrace.engine.kernels.table import BUCKETS, GemmTable
@@ -133,6 +136,8 @@ class Decoder:
         self.picked_x = empty(self.rows, hidden)
         self.pool = KVPool(layout, limits.num_blocks, device)
         self._kv_format = layout.kv_precision
+        self.staged = StagedKeys(layout, limits, spec.num_layers, dtype, device) if layout.whole_blocks else None
+        """Keys of unfinished groups, where the cache's format has such; prompts then come in tiles of `SHORT_TILE` only."""
         blocks = -(-(limits.max_model_len + 1) // layout.block_tokens)
         self.tables = torch.full((layout.num_groups, limits.max_num_seqs, blocks), -1, dtype=torch.int32, device=device)
         self.last_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device)
@@ -159,6 +164,8 @@ class Decoder:
 
             self._hopper = prefill_hopper
             self.why_not_hopper = prefill_hopper.fits(capability, dtype, layout.head_dim, plain)
+        if self.staged is not None:
+            self.why_not_hopper = "keys of 4 bits have tiles of their own"
         # Keys of earlier steps as the warp-specialized kernel reads them: room for one sequence of the greatest length.
         self.gathered_rows = 0
         if self.why_not_hopper is None:
@@ -220,7 +227,9 @@ class Decoder:
 
     def _decode_shape(self, rows: int) -> dict[str, int]:
         tuned = self._tuned_decode(rows)
-        return {} if tuned is None else {k: tuned[k] for k in ("block_n", "num_warps", "stages")}
+        # Keys that are coded in groups are read a group at a time.
+        names = ("block_n", "num_warps", "stages") if self.staged is None else ("num_warps", "stages")
+        return {} if tuned is None else {k: tuned[k] for k in names}
 
     def min_chunk(self, rows: int) -> int:
         """Keys that are worth a program of their own: with many rows only long contexts are cut, to even out the load."""
@@ -471,7 +480,7 @@ class Decoder:
         n, rows = step.decode_rows, len(qkv)
         cascade = step.prefix_tiles is not None and a.window is None
         # Without prompts the decode kernel itself rotates and stores.
-        alone = n == rows and (PREFIX_ROTATES or not cascade) and self.planner is None
+        alone = n == rows and (PREFIX_ROTATES or not cascade) and self.planner is None and self.staged is None
         parts: list[Callable[[], None]] = []
         if not alone:
             parts.append(
@@ -489,6 +498,11 @@ class Decoder:
                     **norms,
                 )
             )
+        staged = None if self.staged is None else self.staged.layers[i]
+        if staged is not None:
+            parts.append(lambda: code_groups(
+                qkv, kv, scales, staged, tables, step.slots, step.positions, a.num_heads
+            ))  # fmt: skip
         if self.planner is not None:
             if (planned := step.planned) is not None:
                 parts.append(lambda: planned.run(i, qkv, out, kv))
@@ -504,9 +518,14 @@ class Decoder:
                 given |= {"splits": self.splits(n), "min_chunk": self.min_chunk(n), **self._decode_shape(n)}
             parts.append(lambda: decode_attention(
                 qkv[:n], out[:n], kv, tables, step.slots[:n], step.positions[:n], self._work, a.num_heads,
-                scales=scales, pdl=pdl and n == rows, **rules, **given,
+                scales=scales, staged=staged, pdl=pdl and n == rows, **rules, **given,
             ))  # fmt: skip
-        if step.chunks is not None and step.offsets is not None:
+        if step.chunks is not None and staged is not None:
+            parts.append(lambda: prefill_groups(
+                qkv, out, kv, scales, staged, tables, step.chunks, step.tiles, a.num_heads, block_m=step.tile_rows, **rules,
+            ))  # fmt: skip
+            parts.append(lambda: stage_keys(qkv, staged, step.slots, step.positions, a.num_heads))
+        elif step.chunks is not None and step.offsets is not None:
             if step.gathered is not None:
                 parts.append(lambda: gather_rows(
                     kv, tables, step.chunks, step.offsets, step.gathered, self._gathered, programs=GATHERERS * self._sms,
@@ -527,8 +546,9 @@ class Decoder:
     def decode_jobs(self, step: DeviceStep) -> list[Callable[[], None]]:
         """`compile_jobs` of nothing but the decode attention of steps with prompts."""
         kinds = {msgspec.structs.replace(a, kv_source=None): i for i, a in enumerate(self._mixers)}
-        # Behind the rotation, before what prompts take.
-        return [self._attention_jobs(i, step)[1] for i in kinds.values()]
+        # Behind the rotation and the codes of groups, before what prompts take.
+        at = 1 if self.staged is None else 2
+        return [self._attention_jobs(i, step)[at] for i in kinds.values()]
 
     def _attention_jobs(self, i: int, step: DeviceStep) -> list[Callable[[], None]]:
         """The launches of a layer's attention, over whatever the buffers hold."""

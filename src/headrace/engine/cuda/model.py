@@ -33,7 +33,7 @@ from headrace.engine.weights.checkpoint import Checkpoint
 from headrace.engine.weights.open import open_weights
 from headrace.engine.weights.quantized import QuantizedSource
 from headrace.engine.weights.source import TensorSource
-from headrace.spec.accounting import activation_bytes, weight_bytes
+from headrace.spec.accounting import activation_bytes, kv_staging_bytes, weight_bytes
 from headrace.spec.cache import CacheLayout
 from headrace.spec.config import EngineConfig
 from headrace.spec.locate import ModelFiles
@@ -141,6 +141,7 @@ class CudaModel:
         activations = activation_bytes(self.spec, max_batched_tokens, max_num_seqs, activation_precision=self._computed)
         logits = 2 * 4 * max_num_seqs * self.spec.vocab_size
         taken = others + self._weights.nbytes + activations + logits + RESERVE_BYTES
+        taken += kv_staging_bytes(self.spec, self.kv_precision, max_num_seqs, self._computed)
         taken += buffer_bytes(self._weights.matrices(), max_batched_tokens, _DTYPES[self._computed])
         if self._attention == "flashinfer":
             sms = torch.cuda.get_device_properties(self._device).multi_processor_count
@@ -180,6 +181,7 @@ class CudaModel:
         self._uploader.finish()
         self._memory += [
             MemoryItem("kv_pool", layout.bytes_per_block * limits.num_blocks, decoder.pool.nbytes),
+            *self._staging(decoder, limits),
             MemoryItem(
                 "activations",
                 activation_bytes(
@@ -216,6 +218,15 @@ class CudaModel:
         young, middle, _ = gc.get_threshold()
         gc.set_threshold(young, middle, 1000)
         return CudaExecutor(runner, device)
+
+    def _staging(self, decoder: Decoder, limits: Limits) -> list[MemoryItem]:
+        if decoder.staged is None:
+            return []
+        self._notes.append(
+            f"KV {self.kv_precision}: its kernels ran in Triton's interpreter only and were never measured or tuned on a GPU"
+        )
+        predicted = kv_staging_bytes(self.spec, self.kv_precision, limits.max_num_seqs, self._computed)
+        return [MemoryItem("kv_staging", predicted, decoder.staged.nbytes)]
 
     def _choose_attention(self, decoder: Decoder, layout: CacheLayout, sms: int) -> list[str]:
         """Give the decoder flashinfer's planner if that was asked for; notes that say which attention runs, and why."""

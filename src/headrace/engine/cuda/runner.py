@@ -136,7 +136,7 @@ class Runner:
         self._device = device
         tokens, seqs = decoder.tokens, limits.max_num_seqs
         capacity = 3 * tokens + 4 * seqs + 2 * (tokens // 64 + seqs) + 16 * seqs + 3 * (seqs + MAX_GROUPS) + 8192
-        capacity += 2 * self._slots.tables.size + 2 * limits.num_blocks // 8
+        capacity += 2 * self._slots.tables.size + 2 * limits.num_blocks // 8 + (2 * seqs + 4) * layout.num_groups
         self.metadata = Metadata(capacity, device)
         self._out = torch.zeros(3, decoder.rows, dtype=torch.int32, device=device)
         self._bad_rows = torch.zeros(tokens, dtype=torch.int32, device=device)
@@ -205,7 +205,8 @@ class Runner:
         rows = min(512, decoder.tokens)
         deep: list[DeviceStep] = []
         hopper = decoder.gathered_rows > 0
-        for tile_rows in (SHORT_TILE, HOPPER_TILE) if hopper else (SHORT_TILE, 128, 256):
+        sizes = (SHORT_TILE, HOPPER_TILE) if hopper else (SHORT_TILE, 128, 256)
+        for tile_rows in sizes if decoder.staged is None else (SHORT_TILE,):
             chunks, tiles = blank[4:8].view(1, 4), blank[4:6].view(1, 2)
             step = DeviceStep(blank[:rows], blank[:rows], blank[:rows], min(8, rows - 1), chunks, tiles, tile_rows)
             if hopper and tile_rows > SHORT_TILE:
@@ -431,6 +432,8 @@ class Runner:
             arrays["tables"] = np.stack([where, self._slots.tables.reshape(-1)[where]], 1).astype(np.int32)
         if plan.copies:
             arrays["copies"] = np.array([(c.source, c.target) for c in plan.copies], np.int32)
+        if self._decoder.staged is not None:
+            arrays |= self._decoder.staged.plan(plan, self._slots.tables)
         return arrays
 
     def _changes(self, meta: Packed) -> None:
@@ -439,6 +442,10 @@ class Runner:
             scatter(self._decoder.tables.view(-1), meta["tables"].view(-1, 2))
         if "copies" in meta:
             copy_blocks(self._decoder.pool.blocks, meta["copies"].view(-1, 2))
+        if (staged := self._decoder.staged) is not None:
+            for group in range(len(self._slots.tables)):
+                if (name := f"restaged {group}") in meta:
+                    staged.restage(self._decoder.pool, group, meta[name].view(-1, 2))
 
     def _rows_of(self, chunks: Sequence[Chunk]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """(ids, slots, positions, slots to sample for) of chunks of one token."""
@@ -522,7 +529,7 @@ class Runner:
         size = None if keep_all else self._mixed_size("deep" if deep else "mixed", n, lengths)
         base, room = size[1:] if size else (n, tokens)
         firsts = base + np.cumsum(lengths) - lengths
-        if (size and not deep) or longest <= SHORT_TILE:
+        if (size and not deep) or longest <= SHORT_TILE or self._decoder.staged is not None:
             tile_rows = SHORT_TILE
         elif self._decoder.gathered_rows:
             tile_rows = HOPPER_TILE if hopper else SHORT_TILE

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.engine.kernels.codes import INT8, PLAIN, even, geometry, joined, odd
+from headrace.engine.kernels.codes import INT4, INT8, PLAIN, even, geometry, joined, odd
 from headrace.engine.kernels.launchers import power_of_2
 
 
@@ -96,6 +96,7 @@ def gather_rows(
     a chunk leaves of its rows is filled with zeros. `programs`: the card's multiprocessors, or some multiple.
     """
     code, kv_heads, block_tokens, dim = geometry(kv, scales)
+    assert code != INT4.value
     _gather[(programs,)](
         kv, kv if scales is None else scales, tables, chunks, offsets, total, out, len(chunks),
         tables.stride(0), kv.stride(0), out.stride(0),

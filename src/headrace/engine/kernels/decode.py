@@ -15,7 +15,9 @@ import triton.language as tl
 
 from headrace.engine.kernels.activation import tanh
 from headrace.engine.kernels.codes import (
+    INT4,
     INT8,
+    KEY_GROUP,
     PLAIN,
     VALUE_UNIT,
     even,
@@ -24,8 +26,10 @@ from headrace.engine.kernels.codes import (
     odd,
     padded_dim,
     parts,
+    quarters,
     scales_of,
 )
+from headrace.engine.kernels.groups import add_values, all_values, coded_scores, no_values
 from headrace.engine.kernels.launchers import power_of_2
 from headrace.engine.kernels.rope import put_token, rotated
 
@@ -63,6 +67,11 @@ def over_pages(
         acc, top, total = over_numbers(
             q, kv, table, kv_head * (BT * D), begin, stop, acc, top, total, scale, softcap, block_stride,
             KV_HEADS, D, D_P, BT, SOFTCAP, BLOCK_N, STAGES,
+        )  # fmt: skip
+    elif CODE == INT4:
+        acc, top, total = over_groups(
+            q, kv, scales, kv, table, kv_head, begin, stop, stop, stop, top, total, scale, softcap, block_stride,
+            KV_HEADS, D, D_P, BT, SOFTCAP, STAGES,
         )  # fmt: skip
     else:
         acc, top, total = over_codes(
@@ -120,6 +129,52 @@ def over_codes(
 
 
 @triton.jit
+def over_groups(
+    q, kv, scales, staged, table, kv_head, begin, stop, own, own_stop, top, total, scale, softcap, block_stride,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr, BT: tl.constexpr, SOFTCAP: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """`over_pages` of a cache of INT4, into an accumulator of zeros; see `headrace.engine.kernels.groups`.
+
+    Besides, tokens [own, own_stop) of one group whose keys are staged, `staged` pointing at the KV head's.
+    """
+    M: tl.constexpr = q.shape[0]
+    i = tl.arange(0, KEY_GROUP)
+    q0, q1, q2, q3 = quarters(q)
+    a0, a1, a2, a3, rest = no_values(M, D_P)
+    for n0 in tl.range(begin // KEY_GROUP * KEY_GROUP, stop, KEY_GROUP, num_stages=STAGES):
+        seen = (n0 + i >= begin) & (n0 + i < stop)
+        block = tl.load(table + n0 // BT).to(tl.int64) * block_stride
+        scores = coded_scores(q0, q1, q2, q3, kv, scales, block, kv_head, n0 % BT, KV_HEADS, D, D_P, BT)
+        weights, shrink, top = _weighed(scores, seen, top, scale, softcap, SOFTCAP)
+        total = total * shrink + tl.sum(weights, 1)
+        a0, a1, a2, a3, rest = add_values(
+            weights, shrink, a0, a1, a2, a3, rest, kv, scales, block, kv_head, n0 % BT, seen, KV_HEADS, D, D_P, BT, q.dtype,
+        )  # fmt: skip
+    d = tl.arange(0, D_P)[:, None]
+    # Once or never.
+    for n0 in tl.range(own // KEY_GROUP * KEY_GROUP, own_stop, KEY_GROUP, num_stages=1):
+        seen = (n0 + i >= own) & (n0 + i < own_stop)
+        block = tl.load(table + n0 // BT).to(tl.int64) * block_stride
+        k = tl.load(staged + i[None, :] * D + d, seen[None, :] & (d < D), 0.0)
+        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
+        weights, shrink, top = _weighed(scores, seen, top, scale, softcap, SOFTCAP)
+        total = total * shrink + tl.sum(weights, 1)
+        a0, a1, a2, a3, rest = add_values(
+            weights, shrink, a0, a1, a2, a3, rest, kv, scales, block, kv_head, n0 % BT, seen, KV_HEADS, D, D_P, BT, q.dtype,
+        )  # fmt: skip
+    return all_values(a0, a1, a2, a3, rest), top, total
+
+
+@triton.jit
+def _weighed(scores, seen, top, scale, softcap, SOFTCAP: tl.constexpr):
+    """Weights of keys by their scores, what the sums so far shrink by, and the new maximum."""
+    scores = tl.where(seen[None, :], scored(scores, scale, softcap, SOFTCAP), float("-inf"))
+    best = tl.maximum(top, tl.max(scores, 1))
+    return tl.exp2(scores - best[:, None]), tl.exp2(top - best), best
+
+
+@triton.jit
 def over_numbers(
     q, kv, table, head_at, begin, stop, acc, top, total, scale, softcap, block_stride,
     KV_HEADS: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr, BT: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -149,7 +204,7 @@ def over_numbers(
     do_not_specialize=["splits", "all_splits", "window", "min_chunk", "prefix_splits", "prefix_chunk", "counter_stride"]
 )
 def _decode(
-    qkv, out, kv, scales, tables, slots, positions, firsts, q_norm, k_norm, cos_sin, sinks, partial, lse, counters,
+    qkv, out, kv, scales, staged, tables, slots, positions, firsts, q_norm, k_norm, cos_sin, sinks, partial, lse, counters,
     scale, softcap, window, eps, splits, all_splits, min_chunk, prefix_splits, prefix_chunk,
     qkv_stride, table_stride, block_stride, counter_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr,
@@ -182,7 +237,10 @@ def _decode(
     if PREFIX:
         low = tl.load(firsts + row)
     end = position
-    if not FUSED:
+    if CODE == INT4:
+        # Keys of the token's own group are staged, and the last split's.
+        end = position // KEY_GROUP * KEY_GROUP
+    elif not FUSED:
         end = position + 1
     chunk, used = split_range(low, end, splits, min_chunk, BLOCK_N)
     if split >= used:
@@ -220,10 +278,18 @@ def _decode(
         q = tl.load(base + d[None, :], q_inside, 0.0).to(dtype)
     begin = low + split * chunk
     stop = tl.minimum(begin + chunk, end)
-    acc, top, total = over_pages(
-        q, kv, scales, tables + slot * table_stride, kv_head, begin, stop, acc, top, total, scale, softcap, block_stride,
-        KV_HEADS, D, D_P, BT, SOFTCAP, BLOCK_N, STAGES, CODE,
-    )  # fmt: skip
+    if CODE == INT4:
+        own_stop = tl.where(split == used - 1, position + 1, end)
+        acc, top, total = over_groups(
+            q, kv, scales, staged + (slot * KV_HEADS + kv_head) * (KEY_GROUP * D), tables + slot * table_stride, kv_head,
+            begin, stop, tl.maximum(low, end), own_stop, top, total, scale, softcap, block_stride,
+            KV_HEADS, D, D_P, BT, SOFTCAP, STAGES,
+        )  # fmt: skip
+    else:
+        acc, top, total = over_pages(
+            q, kv, scales, tables + slot * table_stride, kv_head, begin, stop, acc, top, total, scale, softcap,
+            block_stride, KV_HEADS, D, D_P, BT, SOFTCAP, BLOCK_N, STAGES, CODE,
+        )  # fmt: skip
     if PDL and PREFIX:
         # The projection was complete before the shared prefixes' kernel let this one start; their parts are needed now.
         tl.extra.cuda.gdc_wait()
@@ -409,7 +475,7 @@ class DecodeWorkspace:
 
     def __init__(self, rows: int, kv_heads: int, group: int, dim: int, splits_of_rows, device: torch.device) -> None:
         """`splits_of_rows(n)`: the largest number of splits that a step of n rows uses."""
-        group_p, dim_p = power_of_2(group), padded_dim(INT8.value, dim)
+        group_p, dim_p = power_of_2(group), padded_dim(INT4.value, dim)
         most = max(n * splits_of_rows(n) for n in range(1, rows + 1)) * kv_heads * group_p
         self.partial = torch.empty(most * dim_p, dtype=torch.float32, device=device)
         self.lse = torch.empty(most, dtype=torch.float32, device=device)
@@ -436,6 +502,7 @@ def decode_attention(
     scale: float,
     splits: int,
     scales: torch.Tensor | None = None,
+    staged: torch.Tensor | None = None,
     min_chunk: int = 128,
     cos_sin: torch.Tensor | None = None,
     rope_dim: int = 0,
@@ -463,12 +530,18 @@ def decode_attention(
     writes the row's key and value to the cache; otherwise `rope_cache` has done so. `kv`, `scales`: see
     `headrace.engine.kernels.codes.geometry`. Rows with slot -1 give zeros. Cascade: `firsts` [rows] keys are shared; `tiles`
     [n, 3] (first row, end row, shared keys) says which rows share them, at most 64 / next_power_of_2(group) rows a tile.
+    A cache of INT4 is read a group of tokens at a time, whatever the blocks; the keys of each row's own group are `staged`
+    (`headrace.engine.kernels.groups.code_groups`) after `rope_cache`.
     """
     rows = len(slots)
     code, kv_heads, block_tokens, dim = geometry(kv, scales)
     group = heads // kv_heads
     group_p, dim_p = power_of_2(group), padded_dim(code, dim)
     fused, prefix = cos_sin is not None, tiles is not None
+    if code == INT4.value:
+        assert staged is not None
+        assert not fused
+        block_n = prefix_block_n = KEY_GROUP.value
     assert not (prefix and window is not None)
     assert splits <= (work.counter_stride - 1) * SPAN.value
     all_splits = splits + prefix_splits if prefix else splits
@@ -487,7 +560,7 @@ def decode_attention(
             BLOCK_N=prefix_block_n, PDL=pdl, STAGES=prefix_stages, CODE=code, num_warps=prefix_warps, **early,
         )  # fmt: skip
     _decode[(kv_heads, rows, splits)](
-        qkv, out, kv, given_scales, tables, slots, positions, firsts if prefix else slots, *norms,
+        qkv, out, kv, given_scales, some if staged is None else staged, tables, slots, positions, firsts if prefix else slots, *norms,
         cos_sin if fused else some, some if sinks is None else sinks, work.partial, work.lse, work.counters,
         scale, softcap or 0.0, window or 0, eps, splits, all_splits, min_chunk, prefix_splits, prefix_chunk,
         qkv.stride(0), tables.stride(0), kv.stride(0), work.counter_stride,

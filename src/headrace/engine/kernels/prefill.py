@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from headrace.engine.kernels.codes import (
+    INT4,
     INT8,
     PLAIN,
     VALUE_UNIT,
@@ -34,14 +35,14 @@ HOPPER_TILE = 128
 def _advance(q, k, v, seen, acc, top, total, scale, softcap, MASK: tl.constexpr, SOFTCAP: tl.constexpr):
     """One block of keys k [dims, keys] and values v [keys, dims] into the online softmax."""
     scores = tl.dot(q, k, input_precision="ieee")
-    weights, shrink, best = _weighted(scores, seen, top, scale, softcap, MASK, SOFTCAP)
+    weights, shrink, best = weighted(scores, seen, top, scale, softcap, MASK, SOFTCAP)
     acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
     total = total * shrink + tl.sum(weights, 1)
     return acc, best, total
 
 
 @triton.jit
-def _weighted(scores, seen, top, scale, softcap, MASK: tl.constexpr, SOFTCAP: tl.constexpr):
+def weighted(scores, seen, top, scale, softcap, MASK: tl.constexpr, SOFTCAP: tl.constexpr):
     """Weights of a block by its scores, what the sums so far shrink by, and the new maximum."""
     if SOFTCAP:
         scores = scored(scores, scale, softcap, SOFTCAP)
@@ -87,7 +88,7 @@ def _over_codes(
         seen = there[None, :]
         if WINDOW:
             seen = seen & (n[None, :] > positions[:, None] - window)
-        weights, shrink, top = _weighted(scores, seen, top, scale, softcap, True, SOFTCAP)
+        weights, shrink, top = weighted(scores, seen, top, scale, softcap, True, SOFTCAP)
         total = total * shrink + tl.sum(weights, 1)
         if CODE == INT8:
             steps = scales_of(scales, table, (KV_HEADS + kv_head) * BT, n0, oldest, stop, block_stride, BT, BLOCK_N)
@@ -287,6 +288,7 @@ def prefill_attention(
     With `work` the cached keys of its first tiles are cut into parts of at least `min_chunk`.
     """
     code, kv_heads, block_tokens, dim = geometry(kv, scales)
+    assert code != INT4.value  # `prefill_groups`
     assert block_m % block_n == 0
     assert work is None or work.block_m == block_m
     dim_p = padded_dim(code, dim)

@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.engine.kernels.codes import INT8, PLAIN, coded, geometry
+from headrace.engine.kernels.codes import INT4, INT8, PLAIN, coded, geometry
+from headrace.engine.kernels.groups import put_values
 from headrace.engine.kernels.launchers import power_of_2
 
 
@@ -92,10 +93,17 @@ def _rope_cache(
         v_base = first + (HEADS + KV_HEADS + kv_head) * D
         v = tl.load(v_base + at, kv_inside, 0.0)
         page = tl.load(tables + slot * table_stride + position // BT).to(tl.int64)
-        k_seen, v_seen = put_token(
-            k, v, kv, scales, page * block_stride, position % BT, kv_heads, d, kv_inside & (page >= 0),
-            KV_HEADS, D, BT, CODE,
-        )  # fmt: skip
+        stored = kv_inside & (page >= 0)
+        if CODE == INT4:
+            # Keys are coded by groups, and seen as they are from inside their own.
+            k_seen = k
+            v_seen = put_values(
+                v, kv, scales, page * block_stride, position % BT, kv_heads, stored, KV_HEADS, D, D_P, BT
+            )
+        else:
+            k_seen, v_seen = put_token(
+                k, v, kv, scales, page * block_stride, position % BT, kv_heads, d, stored, KV_HEADS, D, BT, CODE
+            )
         tl.debug_barrier()  # partners were read from the places written now
         tl.store(base + at, q.to(dtype), inside)
         if CODE == PLAIN:
@@ -124,8 +132,9 @@ def rope_cache(
 ) -> None:
     """Normalize and rotate queries and keys of `qkv` [tokens, (heads + 2 kv_heads) * dim] in place; store keys and values.
 
-    `kv`, `scales`: see `headrace.engine.kernels.codes.geometry`; where they are codes, `qkv` then holds what these mean. `tables`
-    [slots, blocks of a sequence]; rows with slot -1 are left alone. `cos_sin` fp32 [positions, rope_dim].
+    `kv`, `scales`: see `headrace.engine.kernels.codes.geometry`; where they are codes, `qkv` then holds what these mean, but for keys of
+    INT4, which `headrace.engine.kernels.groups.code_groups` stores. `tables` [slots, blocks of a sequence]; rows with slot -1 are
+    left alone. `cos_sin` fp32 [positions, rope_dim].
     """
     code, kv_heads, block_tokens, dim = geometry(kv, scales)
     tiles = power_of_2(heads) * power_of_2(dim)
