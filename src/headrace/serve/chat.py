@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from headrace.serve.chunks import Chunks
 from headrace.serve.errors import bad_field
 from headrace.serve.exchange import Answer, Call, EventStream, json_response
 from headrace.serve.front import Batch, Front, JsonDict, TextEvent
@@ -181,17 +182,14 @@ def _delta(event: ToolEvent) -> JsonDict:
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-class _Chunks:
+class _Chunks(Chunks):
     """The events of a streamed answer: role, deltas, finish reason for each choice; then usage, if asked for."""
 
     def __init__(self, batch: Batch, writers: Sequence[_ChoiceWriter], request: ChatRequest) -> None:
-        self._batch = batch
+        super().__init__(batch, writers, request, _head(batch, "chat.completion.chunk"))
         self._writers = writers
-        self._head = _head(batch, "chat.completion.chunk")
-        self._with_usage = request.stream_options is not None and bool(request.stream_options.include_usage)
         self._logprobs = bool(request.logprobs)
-        self._explain = bool(request.explain)
-        self._plain = [TextEvent(self._chunk(w, {"content": ""}), "content") for w in writers]
+        self._plain = [TextEvent(self._delta_chunk(w, {"content": ""}), "content") for w in writers]
 
     def of(self, piece: Piece) -> list[bytes]:
         writer = self._writers[piece.index]
@@ -199,31 +197,20 @@ class _Chunks:
             return [self._plain[piece.index].of(piece.text)]
         chunks: list[JsonDict] = []
         if not writer.begun:
-            chunks.append(self._chunk(writer, {"role": "assistant", "content": ""}) | writer.prompt_logprobs(piece))
+            chunks.append(
+                self._delta_chunk(writer, {"role": "assistant", "content": ""}) | writer.prompt_logprobs(piece)
+            )
         deltas = [_delta(event) for event in writer.read(piece)]
         if not deltas and self._logprobs and shown(piece.tokens):
             deltas = [{}]  # tokens of text that is held back still have their log-probabilities
         for i, delta in enumerate(deltas):
-            chunks.append(self._chunk(writer, delta, writer.logprobs(piece.tokens) if i == 0 else None))
+            chunks.append(self._delta_chunk(writer, delta, writer.logprobs(piece.tokens) if i == 0 else None))
         if piece.ending is not None:
-            last = self._chunk(writer, {})
+            last = self._delta_chunk(writer, {})
             last["choices"][0]["finish_reason"] = writer.finish_reason
-            if self._explain and not self._with_usage and all(w.ending is not None for w in self._writers):
-                last["explain"] = self._batch.explanation(self._endings())
+            self.ended(last)
             chunks.append(last)
         return [msgspec.json.encode(chunk) for chunk in chunks]
 
-    def end(self) -> list[bytes]:
-        if not self._with_usage:
-            return []
-        last: JsonDict = {**self._head, "choices": [], "usage": self._batch.usage(self._endings())}
-        if self._explain:
-            last["explain"] = self._batch.explanation(self._endings())
-        return [msgspec.json.encode(last)]
-
-    def _chunk(self, writer: _ChoiceWriter, delta: JsonDict, logprobs: JsonDict | None = None) -> JsonDict:
-        choice = {"index": writer.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-        return {**self._head, "choices": [choice], **({"usage": None} if self._with_usage else {})}
-
-    def _endings(self) -> list[Ending]:
-        return [writer.ending for writer in self._writers if writer.ending is not None]
+    def _delta_chunk(self, writer: _ChoiceWriter, delta: JsonDict, logprobs: JsonDict | None = None) -> JsonDict:
+        return self.chunk({"index": writer.index, "delta": delta, "logprobs": logprobs, "finish_reason": None})

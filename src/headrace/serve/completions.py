@@ -10,6 +10,7 @@ import msgspec
 
 from headrace.control.step import TokenLogprobs
 from headrace.serve.admission import check_ids
+from headrace.serve.chunks import Chunks
 from headrace.serve.errors import bad_field
 from headrace.serve.exchange import Answer, Call, EventStream, json_response
 from headrace.serve.front import Batch, Front, JsonDict, TextEvent
@@ -188,16 +189,13 @@ def _head(batch: Batch) -> JsonDict:
     return {"id": batch.request_id, "object": "text_completion", "created": batch.created, "model": batch.model}
 
 
-class _Chunks:
+class _Chunks(Chunks):
     """The events of a streamed answer; `explain` is on the last one."""
 
     def __init__(self, batch: Batch, writers: Sequence[_ChoiceWriter], request: CompletionRequest) -> None:
-        self._batch = batch
+        super().__init__(batch, writers, request, _head(batch))
         self._writers = writers
-        self._head = _head(batch)
-        self._with_usage = request.stream_options is not None and bool(request.stream_options.include_usage)
-        self._explain = bool(request.explain)
-        self._plain = [TextEvent(self._chunk(_choice(w.index, "", None)), "text") for w in writers]
+        self._plain = [TextEvent(self.chunk(_choice(w.index, "", None)), "text") for w in writers]
 
     def of(self, piece: Piece) -> list[bytes]:
         writer = self._writers[piece.index]
@@ -206,24 +204,9 @@ class _Chunks:
         choice = writer.write(piece)
         if choice is None:
             return []
-        chunk = self._chunk(choice)
-        if self._explain and not self._with_usage and all(w.ending is not None for w in self._writers):
-            chunk["explain"] = self._batch.explanation(self._endings())
+        chunk = self.chunk(choice)
+        self.ended(chunk)
         return [msgspec.json.encode(chunk)]
-
-    def end(self) -> list[bytes]:
-        if not self._with_usage:
-            return []
-        last: JsonDict = {**self._head, "choices": [], "usage": self._batch.usage(self._endings())}
-        if self._explain:
-            last["explain"] = self._batch.explanation(self._endings())
-        return [msgspec.json.encode(last)]
-
-    def _chunk(self, choice: JsonDict) -> JsonDict:
-        return {**self._head, "choices": [choice], **({"usage": None} if self._with_usage else {})}
-
-    def _endings(self) -> list[Ending]:
-        return [writer.ending for writer in self._writers if writer.ending is not None]
 
 
 def _joined(choices: Sequence[JsonDict]) -> JsonDict:
