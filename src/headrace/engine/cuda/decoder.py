@@ -249,7 +249,8 @@ class Decoder:
         """Which products are warp-specialized, for the notes of the start; if none is, why not."""
         if (why := self._products.why_not_specialized) is not None:
             return f"the library's, since {why}"
-        found = [n for n in BUCKETS if n <= self.rows and self.fused(n) and self._fused_configs(n)[0].block_m]
+        sizes = {min(n, self.rows) for n in BUCKETS}
+        found = [n for n in sorted(sizes) if self.fused(n) and self._fused_configs(n)[0].block_m]
         if not found:
             return "the library's, since no table has others for these shapes (headrace tune)"
         return f"warp-specialized in decode steps padded to {', '.join(map(str, found))} rows"
