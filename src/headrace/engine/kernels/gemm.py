@@ -230,6 +230,15 @@ class Gained:
     count: int = 0
 
 
+def rows_read(x: torch.Tensor, padded: int) -> int:
+    """How many rows of x a bulk copy of `padded` rows is to read: all where memory goes on behind x, as in the step's buffers.
+
+    Rows past a tensor's end cost the copy engine about 1 us each; what is read instead only reaches rows that are not stored.
+    """
+    there = (x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()) // x.stride(0)
+    return padded if there >= padded else x.shape[0]
+
+
 def skinny_gemm(
     x: torch.Tensor | Gained,
     w: torch.Tensor,
@@ -265,13 +274,8 @@ def skinny_gemm(
     x_given, w_given = source, w
     if c.tma:
         assert even
-        # Rows past the tensor's end cost the copy engine about as much as 1 us each. Where the memory goes on, as in the step's
-        # buffers, they are read instead: what they hold only reaches rows that are not stored.
-        there = (source.untyped_storage().nbytes() // source.element_size() - source.storage_offset()) // source.stride(
-            0
-        )
         x_given = TensorDescriptor(
-            source, [block_m if there >= block_m else rows, inner], [source.stride(0), 1], [block_m, c.block_k]
+            source, [rows_read(source, block_m), inner], [source.stride(0), 1], [block_m, c.block_k]
         )
         w_given = TensorDescriptor.from_tensor(w, [c.block_n, c.block_k])
     if gained is not None:

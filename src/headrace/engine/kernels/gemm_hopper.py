@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headrace.engine.kernels.activation import ACTIVATIONS, act
-from headrace.engine.kernels.gemm import MAX_ROWS, Gained, GemmConfig, GemmWorkspace, unfit
+from headrace.engine.kernels.gemm import MAX_ROWS, Gained, GemmConfig, GemmWorkspace, rows_read, unfit
 
 BLOCK_K = 64
 """Inner elements of a block: 128 bytes, the widest swizzle."""
@@ -414,12 +414,7 @@ def hopper_gemm(
     x_box, w_box = [c.block_m, BLOCK_K], [c.block_n // (2 if pair else 1), BLOCK_K]
     x_layout = gl.NVMMASharedLayout.get_default_for(x_box, kind)
     w_layout = gl.NVMMASharedLayout.get_default_for(w_box, kind)
-    # Rows past the tensor's end cost the copy engine time. Where the memory goes on they are read: they only reach rows that
-    # are not stored.
-    there = (source.untyped_storage().nbytes() // source.element_size() - source.storage_offset()) // source.stride(0)
-    x_given = TensorDescriptor(
-        source, [padded if there >= padded else rows, inner], [source.stride(0), 1], x_box, x_layout
-    )
+    x_given = TensorDescriptor(source, [rows_read(source, padded), inner], [source.stride(0), 1], x_box, x_layout)
     if gained is not None:
         gained.count = columns // c.block_n
         assert gained.count * MAX_ROWS.value <= gained.squares.numel()

@@ -102,6 +102,18 @@ def _over_codes(
     return acc, top, total
 
 
+@triton.jit
+def tile_of(tiles, chunks, tile):
+    """A tile's first query in its chunk; the chunk's slot, cached tokens, length and first row."""
+    chunk = tl.load(tiles + 2 * tile)
+    m0 = tl.load(tiles + 2 * tile + 1)
+    slot = tl.load(chunks + 4 * chunk).to(tl.int64)
+    start = tl.load(chunks + 4 * chunk + 1)
+    length = tl.load(chunks + 4 * chunk + 2)
+    row0 = tl.load(chunks + 4 * chunk + 3).to(tl.int64)
+    return m0, slot, start, length, row0
+
+
 @triton.jit(do_not_specialize=["window", "splits", "split_tiles", "min_chunk"])
 def _prefill(
     qkv, out, kv, scales, tables, chunks, tiles, sinks, partial, lse, counters, scale, softcap, window, splits, split_tiles,
@@ -112,12 +124,7 @@ def _prefill(
 ):  # fmt: skip
     head = tl.program_id(0)
     tile = tl.program_id(1)
-    chunk = tl.load(tiles + 2 * tile)
-    m0 = tl.load(tiles + 2 * tile + 1)
-    slot = tl.load(chunks + 4 * chunk).to(tl.int64)
-    start = tl.load(chunks + 4 * chunk + 1)
-    length = tl.load(chunks + 4 * chunk + 2)
-    row0 = tl.load(chunks + 4 * chunk + 3).to(tl.int64)
+    m0, slot, start, length, row0 = tile_of(tiles, chunks, tile)
     if m0 >= length:
         return
     kv_head = head // GROUP

@@ -14,7 +14,7 @@ import triton.language as tl
 from headrace.engine.kernels.codes import INT4, KEY_GROUP, geometry, padded_dim, quarters
 from headrace.engine.kernels.decode import LOG2E
 from headrace.engine.kernels.groups import add_values, all_values, coded_scores, no_values
-from headrace.engine.kernels.prefill import weighted
+from headrace.engine.kernels.prefill import tile_of, weighted
 
 
 @triton.jit(do_not_specialize=["window"])
@@ -27,12 +27,7 @@ def _prefill_groups(
 ):  # fmt: skip
     head = tl.program_id(0)
     tile = tl.program_id(1)
-    chunk = tl.load(tiles + 2 * tile)
-    m0 = tl.load(tiles + 2 * tile + 1)
-    slot = tl.load(chunks + 4 * chunk).to(tl.int64)
-    start = tl.load(chunks + 4 * chunk + 1)
-    length = tl.load(chunks + 4 * chunk + 2)
-    row0 = tl.load(chunks + 4 * chunk + 3).to(tl.int64)
+    m0, slot, start, length, row0 = tile_of(tiles, chunks, tile)
     if m0 >= length:
         return
     kv_head = head // GROUP
