@@ -40,6 +40,7 @@ BY_ROW, BY_PART, BY_GROUP, BY_EXPONENT, BY_NESTED = (tl.constexpr(i) for i in ra
 NESTED = tl.constexpr(256)
 DIRECT_ROWS = 8
 """Rows that `headrace.engine.kernels.streamed` takes at most: what the tensor cores' right operand holds."""
+_BITS = tl.constexpr(MXFP4_BITS)
 NF4_BYTES = tl.constexpr(272)
 """Where in `constants` the words begin that bytes of NF4 mean."""
 DIRECT_INPUTS = 128
@@ -91,8 +92,8 @@ def _plain4(codes, table, row, inside, rows_total, chunk, KIND: tl.constexpr, HA
         low = tl.load(at, inside[:, None], 0).to(tl.uint8, bitcast=True).to(tl.int32)
         both = low | tl.load(at + 1, inside[:, None], 0).to(tl.uint8, bitcast=True).to(tl.int32) << 8
         second = k // 2 % 2 == 1
-        sign = tl.where(second, MXFP4_BITS[2 * HALF + 1][0], MXFP4_BITS[2 * HALF][0])
-        size = tl.where(second, MXFP4_BITS[2 * HALF + 1][1], MXFP4_BITS[2 * HALF][1])
+        sign = tl.where(second, _BITS[2 * HALF + 1][0], _BITS[2 * HALF][0])
+        size = tl.where(second, _BITS[2 * HALF + 1][1], _BITS[2 * HALF][1])
         return valued((both >> sign & 1) << 3 | both >> size & 7, table, KIND)
     code = tl.load(at + k, inside[:, None], 0).to(tl.uint8, bitcast=True).to(tl.int32)
     return valued(code >> (4 * HALF) & 15, table, KIND)
