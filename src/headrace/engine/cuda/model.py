@@ -223,7 +223,7 @@ class CudaModel:
         if decoder.staged is None:
             return []
         self._notes.append(
-            f"KV {self.kv_precision}: its kernels ran in Triton's interpreter only and were never measured or tuned on a GPU"
+            f"KV {self.kv_precision}: its kernels were never measured or tuned on a GPU"
         )
         predicted = kv_staging_bytes(self.spec, self.kv_precision, limits.max_num_seqs, self._computed)
         return [MemoryItem("kv_staging", predicted, decoder.staged.nbytes)]
