@@ -9,6 +9,7 @@ import openai
 import uvicorn
 
 from headrace.serve.app import create_app
+from headrace.serve.connection import connections
 
 MODEL = "tiny"
 EOS = (2,)
@@ -69,7 +70,10 @@ class Live(Served):
     """The same behind a real socket, served from the test's own event loop."""
 
     async def start(self):
-        config = uvicorn.Config(self.app, host="127.0.0.1", port=0, log_level="error", ws="none", loop="none")
+        http = connections(self.config.stall_limit_s)
+        config = uvicorn.Config(
+            self.app, host="127.0.0.1", port=0, log_level="error", http=http, ws="none", loop="none"
+        )
         self.server = uvicorn.Server(config)
         self.task = asyncio.create_task(self.server.serve())
         while not self.server.started:

@@ -39,6 +39,9 @@ def serve(
     max_sequences: Annotated[int, Option("Most sequences of one request: prompts times n.")] = 256,
     max_body_bytes: Annotated[int, Option("Largest request body.")] = 8 * 2**20,
     request_limit_s: Annotated[float, Option("Seconds after which a request ends with an error.")] = 1800.0,
+    stall_limit_s: Annotated[
+        float, Option("Seconds after which a client that takes nothing of its answer is cut off.")
+    ] = 300.0,
     drain_s: Annotated[float, Option("Seconds that running requests may take after SIGTERM.")] = 30.0,
     cors_origin: Annotated[list[str], Option("Origin that browsers may call from. May be repeated.")] = [],  # noqa: B006
     tokenizer_threads: Annotated[int, Option("Threads that encode and decode text.", least=1)] = 2,
@@ -79,6 +82,7 @@ def serve(
         max_waiting=max_waiting,
         max_sequences=max_sequences,
         request_limit_s=request_limit_s,
+        stall_limit_s=stall_limit_s,
         drain_s=drain_s,
         cors_origins=tuple(cors_origin),
         tokenizer_threads=tokenizer_threads,
@@ -127,7 +131,8 @@ async def _serve(
             host,
             port,
         )
-        await run(app, host=host, port=port, drain_s=settings.drain_s, access_log=access_log)
+        limits = {"drain_s": settings.drain_s, "stall_limit_s": settings.stall_limit_s}
+        await run(app, host=host, port=port, access_log=access_log, **limits)
     finally:
         if not starting.done():
             starting.cancel()

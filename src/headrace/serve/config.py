@@ -35,6 +35,7 @@ class ServeConfig:
 
     `max_waiting`: sequences accepted beyond the engine's own batch before the server answers 429.
     `request_limit_s`: an accepted request that is not finished by then ends with an error, whatever the engine does.
+    `stall_limit_s`: a client that takes nothing of its answer for so long is cut off, and its request ends.
     `drain_s`: how long running requests may finish after SIGTERM. `eos_token_ids` end a sequence unless ignored.
     """
 
@@ -46,6 +47,7 @@ class ServeConfig:
     max_waiting: int = 512
     max_sequences: int = 256
     request_limit_s: float = 1800.0
+    stall_limit_s: float = 300.0
     drain_s: float = 30.0
     cors_origins: tuple[str, ...] = ()
     tokenizer_threads: int = 2
@@ -61,7 +63,8 @@ class ServeConfig:
             if getattr(self, name) < 1:
                 raise InvalidInput(f"{name} must be at least 1", field=name)
         for name in ("max_waiting", "drain_s"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 raise InvalidInput(f"{name} must not be negative", field=name)
-        if self.request_limit_s <= 0:
-            raise InvalidInput("request_limit_s must be positive", field="request_limit_s")
+        for name in ("request_limit_s", "stall_limit_s"):
+            if not getattr(self, name) > 0:
+                raise InvalidInput(f"{name} must be positive", field=name)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.applications import Starlette
 
+from headrace.serve.connection import connections
 from headrace.serve.gate import Gate
 
 log = logging.getLogger("headrace.serve")
@@ -25,18 +26,20 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def run(app: Starlette, *, host: str, port: int, drain_s: float, access_log: bool = False) -> None:
+async def run(
+    app: Starlette, *, host: str, port: int, drain_s: float, stall_limit_s: float = 300.0, access_log: bool = False
+) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return; raises `SystemExit` 1 if the address is taken.
 
     Draining: new requests get 503, running ones may finish for `drain_s` seconds, the rest ends with an error. A
-    second signal ends the wait.
+    second signal ends the wait. A client that takes nothing of its answer for `stall_limit_s` seconds is cut off.
     """
     config = uvicorn.Config(
         app,
         host=host,
         port=port,
         loop="none",
-        http="httptools",
+        http=connections(stall_limit_s),
         ws="none",
         log_level="warning",
         access_log=access_log,
