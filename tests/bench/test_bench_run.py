@@ -26,7 +26,7 @@ from headrace.bench.run import InvalidRun, Watch, resume, run
 from headrace.bench.settings import RunSettings, WriterSettings
 from headrace.bench.slo import Slo
 from headrace.bench.targets._process import RunningTarget
-from headrace.bench.worker import RunMeta
+from headrace.bench.worker import RunMeta, joined
 
 FAST = GoldenScript(ttft_ms=1.0, itl_ms=0.2)
 CLOSED = ArrivalOptions(concurrency=4)
@@ -441,3 +441,33 @@ def test_objectives_can_be_read(text: str) -> None:
 def test_bad_objectives_are_refused(text: str) -> None:
     with pytest.raises(InvalidInput, match="--slo"):
         Slo.parse(text)
+
+
+def test_all_that_is_wrong_in_a_group_is_said_once_and_a_fault_is_not_hidden() -> None:
+    first, second = InvalidInput("line 1 is no JSON", field="--file"), InvalidInput("line 7 is empty", field="--file")
+    assert joined(BaseExceptionGroup("sessions", [first])) is first
+    nested = BaseExceptionGroup("run", [BaseExceptionGroup("sessions", [first, second]), first])
+    both = joined(nested)
+    assert both is not None
+    assert both.field == "--file"
+    assert str(both) == "--file: line 1 is no JSON; --file: line 7 is empty"
+    other = joined(BaseExceptionGroup("run", [first, InvalidInput("too few", field="--set groups")]))
+    assert other is not None
+    assert other.field is None
+    assert "line 1" in str(other)
+    assert "--set groups: too few" in str(other)
+    assert joined(BaseExceptionGroup("run", [first, RuntimeError("a fault of ours")])) is None
+    assert joined(BaseExceptionGroup("run", [BaseExceptionGroup("deep", [KeyError("x")]), first])) is None
+
+
+async def test_a_run_over_requests_of_which_two_are_wrong_names_both(tmp_path: Path, monkeypatch: Any) -> None:
+    """Sessions that fail in the same turn of the event loop fail as one group."""
+    from headrace.bench.drive import Driver
+
+    async def fails(self: Driver, sessions: Any) -> None:
+        raise BaseExceptionGroup("sessions", [InvalidInput("line 1", field="a"), InvalidInput("line 2", field="b")])
+
+    monkeypatch.setattr(Driver, "run", fails)
+    async with golden() as (_, url):
+        with pytest.raises(InvalidInput, match="a: line 1; b: line 2"):
+            await once(load(url), tmp_path / "r")

@@ -7,6 +7,7 @@ each ended request and a `ShareReport` at the end.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -79,13 +80,34 @@ async def drive_share(
         try:
             await driver.run(kind.sessions(options, context))
         except BaseExceptionGroup as group:  # sessions are made while others are sent
-            if wrong := group.subgroup(InvalidInput):
-                raise wrong.exceptions[0] from None
-            raise
+            if (wrong := joined(group)) is None:
+                raise
+            raise wrong from None
     finally:
         await client.close()
     fitting: Fitting = context.fitting
     return ShareReport(driver.unsent, fitting.skipped, fitting.clipped, driver.exhausted)
+
+
+def joined(group: BaseExceptionGroup[BaseException]) -> InvalidInput | None:
+    """All that is wrong with the input as one error; None if the group holds anything else, which it must not hide."""
+    found: dict[str, InvalidInput] = {}
+    for error in _single(group):
+        if not isinstance(error, InvalidInput):
+            return None
+        found[str(error)] = error
+    if len(found) == 1:
+        return next(iter(found.values()))
+    fields = {error.field for error in found.values()}
+    return InvalidInput("; ".join(found), field=fields.pop() if len(fields) == 1 else None)
+
+
+def _single(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _single(error)
+        else:
+            yield error
 
 
 def _main() -> None:
