@@ -1,16 +1,19 @@
-"""Steps of the KV formats beside each other in one process: `kv_formats.py MODEL [REPEATS]`; one JSON line a result.
+"""Steps of the KV formats beside each other in one process; one JSON line a result.
 
-The weights (random, if MODEL is a folder with nothing but a configuration) are shared, each format has a pool of the same
-bytes, and the formats take turns. Contexts are not computed: their blocks hold random numbers, since a step's time does not
-depend on them. Times are those of the device for a whole step, medians of ten steps.
+    kv_formats.py MODEL [REPEATS] [--kv bf16 fp8 int8 int4] [--pool-gb 36]
+
+The weights (random, if MODEL is a folder with nothing but a configuration) are shared, each format has a pool of at most the same
+bytes (less where the largest step needs less), and the formats take turns. Contexts are not computed: their blocks hold random
+numbers, since a step's time does not depend on them. Times are those of the device for a whole step, medians of ten steps;
+ratios are to bf16 if it is among the formats.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import statistics
-import sys
 import time
 
 import torch
@@ -22,10 +25,10 @@ from headrace.engine.executors.cuda import BACKEND
 from headrace.spec.accounting import cache_layout
 from headrace.spec.config import EngineConfig
 from headrace.spec.locate import locate
+from headrace.spec.precision import kv_precision
 
-FORMATS = ("bf16", "fp8", "int8")
-BLOCK_TOKENS, SEQS, LENGTH = 16, 72, 16640
-POOL_BYTES = 36 * 10**9
+FORMATS = ("bf16", "fp8", "int8", "int4")
+SEQS, LENGTH = 72, 16640
 DECODE = (
     (1, 512),
     (8, 512),
@@ -42,6 +45,20 @@ MIXED = ((64, 512, 0, 256), (64, 512, 4096, 256), (0, 0, 0, 4096), (0, 0, 12288,
 """Rows that decode, their contexts; cached tokens of a prompt and how many more it brings."""
 
 
+ROOM = 64
+"""Tokens that a sequence has blocks for behind its context."""
+
+
+def block_tokens(name: str) -> int:
+    """16, or the tokens whose keys share scales if these are more."""
+    return max(16, kv_precision(name).key_group)
+
+
+def largest_step() -> int:
+    """Tokens of the step that needs the most blocks."""
+    return max(rows * (context + ROOM) for rows, context in DECODE)
+
+
 def report(**fields) -> None:
     print("RES", json.dumps(fields), flush=True)
 
@@ -49,18 +66,20 @@ def report(**fields) -> None:
 class Format:
     """An executor of one KV format and what is needed to make its steps by hand."""
 
-    def __init__(self, model, name: str) -> None:
+    def __init__(self, model, name: str, pool_bytes: int) -> None:
         self.name = name
+        self.block_tokens = block_tokens(name)
         model = copy.copy(model)
         model.kv_precision, model._memory, model._notes = name, list(model._memory), []
-        layout = cache_layout(model.spec, name, BLOCK_TOKENS)
-        self.blocks = POOL_BYTES // layout.bytes_per_block
+        layout = cache_layout(model.spec, name, self.block_tokens)
+        self.blocks = min(pool_bytes // layout.bytes_per_block, largest_step() // self.block_tokens)
         begin = time.perf_counter()
         self.executor = model.executor(layout, Limits(self.blocks, SEQS, LENGTH, 4096))
         (pool,) = [m for m in model.memory() if m.name == "kv_pool"]
         report(
             step="ready", kv=name, s=round(time.perf_counter() - begin, 1), pool=[pool.predicted_bytes, pool.actual_bytes],
-            pool_tokens=self.blocks * BLOCK_TOKENS, bytes_of_a_token=layout.bytes_per_block // BLOCK_TOKENS,
+            pool_tokens=self.blocks * self.block_tokens, block_tokens=self.block_tokens,
+            bytes_of_a_token=layout.bytes_per_block // self.block_tokens,
         )  # fmt: skip
         self._fill(self.executor.runner._decoder.pool)
         self.steps = 0
@@ -80,7 +99,7 @@ class Format:
         """Slots 0, 1, … with so many cached tokens, and room for some more; None if the pool cannot hold them."""
         inits, appends, at = [], [], 0
         for slot, context in enumerate(contexts):
-            count = -(-min(context + 64, LENGTH) // BLOCK_TOKENS)
+            count = -(-min(context + ROOM, LENGTH) // self.block_tokens)
             tokens = (7,) * context
             inits.append(SlotInit(slot, f"r{slot}", tokens, context, Sampling(max_tokens=200, temperature=0.0)))
             appends.append(BlockAppend(slot, 0, 0, tuple(range(at, at + count))))
@@ -114,20 +133,30 @@ class Format:
         return statistics.median(times[1:])
 
 
-def main(model: str, repeats: int) -> None:
-    config = EngineConfig(model=model, backend="cuda", device="cuda", weights="bf16", kv="bf16", load_format="dummy")
-    files = locate(model)
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("repeats", type=int, nargs="?", default=3)
+    parser.add_argument("--kv", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--pool-gb", type=float, default=36.0, help="most that the pool of one format takes")
+    return parser.parse_args(given)
+
+
+def main(a: argparse.Namespace) -> None:
+    config = EngineConfig(model=a.model, backend="cuda", device="cuda", weights="bf16", kv="bf16", load_format="dummy")
+    files = locate(a.model)
     loaded = BACKEND.load(files, config)
     budget = loaded.kv_budget_bytes(0.9, 256, 4096)
-    for name in FORMATS:
-        layout = cache_layout(loaded.spec, name, BLOCK_TOKENS)
-        tokens = budget // layout.bytes_per_block * BLOCK_TOKENS
+    for name in a.kv:
+        tokens_of_a_block = block_tokens(name)
+        layout = cache_layout(loaded.spec, name, tokens_of_a_block)
+        tokens = budget // layout.bytes_per_block * tokens_of_a_block
         report(step="whole card", kv=name, bytes=budget, pool_tokens=tokens, users_at_16k=tokens // 16384)
-    formats = [Format(loaded, name) for name in FORMATS]
+    formats = [Format(loaded, name, int(a.pool_gb * 1e9)) for name in a.kv]
     torch.cuda.synchronize()
     points = [("decode", *p) for p in DECODE] + [("mixed", *p) for p in MIXED]
-    found: dict[tuple, dict[str, list[float]]] = {p: {n: [] for n in FORMATS} for p in points}
-    for _ in range(repeats):
+    found: dict[tuple, dict[str, list[float]]] = {p: {n: [] for n in a.kv} for p in points}
+    for _ in range(a.repeats):
         for kind, *point in points:
             for one in formats:
                 ms = getattr(one, kind)(*point)
@@ -141,4 +170,4 @@ def main(model: str, repeats: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 3)
+    main(arguments())
