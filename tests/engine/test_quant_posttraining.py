@@ -49,8 +49,8 @@ def made(folder, out, weights="int4-g32", method="rtn", **how):
     return quantize(locate(str(folder)), weights, method, out, calibration=text(), **how)
 
 
-def ours(folder, tokens):
-    engine = Engine.of(str(folder), threads=1)
+def ours(folder, tokens, **how):
+    engine = Engine.of(str(folder), threads=1, **how)
     try:
         s = engine.add(tokens, prompt_logprobs=VOCAB)
         engine.generate([s], 1)
@@ -174,6 +174,42 @@ def test_experts_are_quantized_by_gptq_and_served(tmp_path):
     assert ours(tmp_path / "out", list(range(3, 40))).shape == (36, VOCAB)
     errors = [relative_output_error(folder, tmp_path / name, text(seed=1)) for name in ("out", "rtn")]
     assert errors[0] < errors[1]
+
+
+@pytest.mark.parametrize("weights", ["int4-g32-asym", "int8-g64-asym", "w8a8"])
+def test_experts_in_formats_that_transformers_does_not_load_are_what_the_library_unpacks(tmp_path, weights):
+    """transformers 5.24 hands the zero points of experts to nobody and takes only packed experts, so that it refuses these
+    folders. compressed-tensors itself reads them: its values, in a plain folder, give transformers' logits."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    _, plain = tiny_model(tmp_path, "mixtral", **WIDTHS, num_hidden_layers=2)
+    out = tmp_path / "out"
+    made(plain, out, weights)
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    (group,) = config["config_groups"].values()
+    scheme = QuantizationScheme(
+        targets=["Linear"], weights=QuantizationArgs(**group["weights"]), format=config["format"]
+    )
+    compressor = BaseCompressor.get_value_from_registry(config["format"])
+    stored = {k: v for path in checkpoint_paths(out) for k, v in load_file(path).items()}
+    modules: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in stored.items():
+        module, _, part = name.rpartition(".")
+        modules.setdefault(module, {})[part] = tensor
+    values = {}
+    for module, parts in modules.items():
+        found = compressor.decompress(parts, scheme)["weight"] if "weight_scale" in parts else parts["weight"]
+        values[f"{module}.weight"] = found.contiguous()
+    assert sum(".experts." in name for name in values) == 2 * 6 * 3
+    save_file(values, plain / "model.safetensors", metadata={"format": "pt"})
+    model = transformers.AutoModelForCausalLM.from_pretrained(plain, attn_implementation="eager").eval()
+    tokens = list(range(3, 40))
+    expected = reference(model, tokens).numpy()[:-1]
+    served = (
+        {"weights": "fp32"} if weights == "w8a8" else {}
+    )  # else activations are rounded too, and tokens routed elsewhere
+    np.testing.assert_allclose(ours(out, tokens, **served), expected, atol=1e-4, rtol=0)
 
 
 def kl(plain, found) -> float:
