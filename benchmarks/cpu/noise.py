@@ -15,15 +15,21 @@ def _busy_s() -> float:
 
 def _own_s(roots: list[int]) -> float:
     total = 0.0
-    for root in roots:
+    for process in {p for root in roots for p in _family(root)}:  # a root may be another's child
         try:
-            process = psutil.Process(root)
-            for p in [process, *process.children(recursive=True)]:
-                t = p.cpu_times()
-                total += t.user + t.system
+            t = process.cpu_times()
         except psutil.NoSuchProcess:
             continue
+        total += t.user + t.system
     return total
+
+
+def _family(root: int) -> list[psutil.Process]:
+    try:
+        process = psutil.Process(root)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
 
 
 class Noise:
