@@ -67,6 +67,15 @@ def test_a_missing_shard_is_named(tmp_path):
         checkpoint_paths(folder)
 
 
+@pytest.mark.parametrize("shard", [5, None, ["x"], "", "../model.safetensors", "folder"])
+def test_an_index_that_names_no_file_is_an_error(tmp_path, shard):
+    _, folder = tiny_model(tmp_path, "llama")
+    (folder / "folder").mkdir()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": shard}}))
+    with pytest.raises(CorruptCheckpoint, match=r"index\.json"):
+        checkpoint_paths(folder)
+
+
 def test_a_missing_tensor_is_named(folder):
     rewrite(folder, lambda t: t.pop(NAME))
     with pytest.raises(CorruptCheckpoint, match=NAME) as caught:

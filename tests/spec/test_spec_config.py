@@ -266,6 +266,8 @@ def test_a_missing_key_is_named(key: str) -> None:
         ({"vocab_size": True}, "vocab_size"),
         ({"hidden_act": "mish"}, "hidden_act"),
         ({"rope_theta": 0}, "rope_theta"),
+        ({"rms_norm_eps": -1}, "norm_eps"),
+        ({"rms_norm_eps": float("inf")}, "norm_eps"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor"),
         ({"rope_scaling": "linear"}, "rope_scaling"),

@@ -6,10 +6,13 @@ Everything that turns geometry into bytes or FLOPs is in `headrace.spec.accounti
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
+
+from headrace.base.errors import InvalidInput
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "relu", "clamped_swiglu"]
 
@@ -231,6 +234,10 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     source: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.norm_eps < math.inf:
+            raise InvalidInput(f"must not be negative or infinite, got {self.norm_eps}", field="norm_eps")
 
     @property
     def num_layers(self) -> int:

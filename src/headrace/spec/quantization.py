@@ -116,10 +116,10 @@ def _integer(bits: int, group_size: int, symmetric: bool) -> str:
 def _compressed_tensors(q: Config) -> str:
     for key in ("sparsity_config", "transform_config"):
         _refuse_what_changes_weights(q, key)
-    groups = q.table("config_groups")
-    if groups is None:
+    groups = Config(q.table("config_groups") or {})
+    if not groups.raw:
         raise InvalidInput("compressed-tensors without config_groups", field="quantization_config.config_groups")
-    found = {_compressed_group(Config(group)) for group in groups.values()}
+    found = {_compressed_group(groups.nested(name)) for name in groups.raw}
     if len(found) != 1:
         raise UnsupportedModel(
             f"mixed compressed-tensors groups ({', '.join(sorted(found))}) are not supported",

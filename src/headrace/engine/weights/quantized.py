@@ -52,8 +52,7 @@ class QuantizedSource:
     @property
     def activations(self) -> str:
         """`int8` if the checkpoint asks for activations rounded to INT8 per token, else empty."""
-        groups = (self._reader.config.table("config_groups") or {}).values()
-        asked = [g.get("input_activations") or {} for g in groups]
+        asked = [g.table("input_activations") or {} for g in _groups(self._reader.config)]
         found = any(a.get("num_bits") == 8 and a.get("type", "int") == "int" and a.get("dynamic") for a in asked)
         return "int8" if found and self.form == "int8" else ""
 
@@ -91,8 +90,7 @@ class QuantizedSource:
 
     def _targets_everything(self, config: Config) -> bool:
         """Whether every linear layer is meant that is not named as left alone."""
-        groups = (config.table("config_groups") or {}).values()
-        return all(g.get("targets") in (None, ["Linear"]) for g in groups) and not config.get("dynamic")
+        return all(g.get("targets") in (None, ["Linear"]) for g in _groups(config)) and not config.get("dynamic")
 
     def _refuse_contradictions(self, *, everything: bool) -> None:
         if not self._matrices:
@@ -135,6 +133,11 @@ def no_reader(quantization: Mapping[str, Any]) -> str | None:
     method = method_of(quantization)
     known = READERS.names()
     return None if method in known else f"quantized by {method}, which has no reader (known: {', '.join(known)})"
+
+
+def _groups(config: Config) -> list[Config]:
+    groups = Config(config.table("config_groups") or {})
+    return [groups.nested(name) for name in groups.raw]
 
 
 def _module(name: str) -> str:

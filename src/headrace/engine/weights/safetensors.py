@@ -115,7 +115,9 @@ def checkpoint_paths(folder: Path) -> tuple[Path, ...]:
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CorruptCheckpoint(f"{INDEX} is not a weights index: {error}", field=str(index)) from None
         for shard in shards:
-            if Path(shard).name != shard or not (folder / shard).exists():
+            if not isinstance(shard, str):
+                raise CorruptCheckpoint(f"{INDEX} names a shard {shard!r}", field=str(index))
+            if Path(shard).name != shard or not (folder / shard).is_file():
                 raise CorruptCheckpoint(f"shard {shard} named by {INDEX} is missing", field=shard)
         return tuple(folder / shard for shard in shards)
     return tuple(sorted(folder.glob("*.safetensors")))

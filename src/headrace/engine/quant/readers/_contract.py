@@ -131,6 +131,10 @@ class Reader(ABC):
                 field=zeros_name,
                 remedy="quantization_config says that the weights are symmetric",
             )
+        if group_of is not None and group_of.shape != (columns,):
+            raise CorruptCheckpoint(
+                f"tensor {group_name!r} has shape {list(group_of.shape)}, expected [{columns}]", field=group_name
+            )
         if self.stored.column_bytes:
             order = _order(group_of, columns, size, group_name)
             codes = codes[:, order]
@@ -155,6 +159,6 @@ def _order(group_of: npt.NDArray[np.integer] | None, columns: int, size: int, na
             remedy="quantization_config says that inputs were reordered (desc_act)",
         )
     order = np.argsort(group_of, kind="stable")
-    if group_of.shape != (columns,) or (group_of[order] != np.arange(columns) // size).any():
+    if (group_of[order] != np.arange(columns) // size).any():
         raise CorruptCheckpoint(f"tensor {name!r} does not put {size} inputs into each group", field=name)
     return order

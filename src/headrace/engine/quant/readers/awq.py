@@ -41,6 +41,7 @@ class AWQReader(Reader):
         self.two_dimensional(weight_name, words)
         codes = _outputs_in_order(words).T
         scales, rounded = self.scales(scales_name)
+        self.two_dimensional(scales_name, scales)
         zeros = None
         if self.has(zeros_name):
             stored = self.codes(zeros_name, "I32")

@@ -87,6 +87,7 @@ class CompressedTensorsReader(Reader):
         zeros = None
         if self.has(zeros_name):
             stored = self.codes(zeros_name, "I32", "I8")
+            self.two_dimensional(zeros_name, stored)
             if stored.dtype == np.int8:
                 zeros = (stored.astype(np.int16) + (1 << bits - 1)).astype(np.uint8)
             else:

@@ -38,6 +38,7 @@ class GPTQReader(Reader):
         _, outputs = self.two_dimensional(weight_name, words)
         codes = unpack_words(np.ascontiguousarray(words.T), bits)
         scales, rounded = self.scales(scales_name)
+        self.two_dimensional(scales_name, scales)
         zeros = None
         if self.has(zeros_name):
             stored = self.codes(zeros_name, "I32")
