@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from works import corpus
@@ -38,7 +38,8 @@ class Pause:
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         pass
 
-    def hidden(self, batch: Batch, rows: Ints) -> Ints:
+    def hidden(self, batch: Batch, rows: Ints, begun: Callable[[], None] = lambda: None) -> Ints:
+        begun()
         time.sleep(self._step_s)
         return np.empty(0, np.int64)
 

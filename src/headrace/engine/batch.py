@@ -34,40 +34,57 @@ class Spans:
 
 
 class Batch:
-    """One step's chunks as arrays. Rows [tokens]: `token_ids`, `positions`, and per cache group `write_slots`.
+    """One step's chunks as arrays, not to be written to. Rows [tokens]: `tokens` (ids in 32 bits), `token_ids` (in 64),
+    `positions`, and per cache group `write_slots`.
 
     Per chunk: `slots`, `starts`, `lengths`, `first_rows`; `tables` per cache group. `tail_slots`: token slots behind the
-    last written position of blocks that were begun in this step, to be zeroed. Both kinds of token slots are computed when
-    they are asked for, within the step.
+    last written position of blocks that were begun in this step, to be zeroed. Tables, 64-bit ids and both kinds of token slots
+    are computed when they are asked for, within the step.
     """
 
     __slots__ = (
-        "_of", "_replaced", "_row_slots", "_write_slots", "block_tokens", "first_rows", "lengths", "positions", "slots",
-        "starts", "tables", "token_ids",
+        "_of", "_replaced", "_row_slots", "_tables", "_write_slots", "block_tokens", "first_rows", "lengths", "positions", "slots",
+        "starts", "tokens",
     )  # fmt: skip
 
     def __init__(self, of: Slots, chunks: Sequence[Chunk], replaced: set[tuple[int, int, int]]) -> None:
         """`replaced`: (group, slot, logical block) of blocks that are new in this step."""
         count = len(chunks)
-        self.slots = slots = np.array([c.slot for c in chunks], np.int64)
+        self.slots = slots = of.rows_of([c.slot for c in chunks])
         self.starts = starts = np.array([c.start for c in chunks], np.int64)
         lengths = [c.length for c in chunks]
         self.lengths = np.array(lengths, np.int64)
         if max(lengths) == 1:
-            self.first_rows, self.positions, row_slots = np.arange(count), starts, slots
+            # Not arange: it lets go of the interpreter, and the engine's loop, just woken by the last step's end, takes it.
+            self.first_rows, self.positions, row_slots = of.counting[:count], starts, slots
         else:
             ends_at = np.cumsum(self.lengths)
             self.first_rows = ends_at - self.lengths
             owner = np.repeat(np.arange(count), self.lengths)
             self.positions = np.arange(int(ends_at[-1])) - self.first_rows[owner] + starts[owner]
             row_slots = slots[owner]
-        self.token_ids: Ints = of.tokens[row_slots, self.positions].astype(np.int64)
-        self.tables: list[npt.NDArray[np.int32]] = [table[slots] for table in of.tables]
+        self.tokens: npt.NDArray[np.int32] = of.tokens[row_slots, self.positions]
+        self._tables: list[npt.NDArray[np.int32]] | None = None
         self.block_tokens = of.block_tokens
         self._of = of
         self._row_slots = row_slots
         self._replaced = replaced
         self._write_slots: list[Ints] | None = None
+
+    @property
+    def token_ids(self) -> Ints:
+        return self.tokens.astype(np.int64)
+
+    @property
+    def tables(self) -> list[npt.NDArray[np.int32]]:
+        if self._tables is None:
+            self._tables = [table[self.slots] for table in self._of.tables]
+        return self._tables
+
+    def first_blocks(self, width: int) -> npt.NDArray[np.int32]:
+        """The first `width` columns of all `tables` [groups, chunks, width]."""
+        first = [table[self.slots, :width] for table in self._of.tables]
+        return first[0][None] if len(first) == 1 else np.stack(first)
 
     @property
     def write_slots(self) -> list[Ints]:
@@ -113,7 +130,9 @@ class Histories:
 
     __slots__ = ("_lengths", "_slots", "_tokens")
 
-    def __init__(self, tokens: npt.NDArray[np.int32], slots: list[int], lengths: list[int]) -> None:
+    def __init__(
+        self, tokens: npt.NDArray[np.int32], slots: Sequence[int] | Ints, lengths: Sequence[int] | Ints
+    ) -> None:
         self._tokens, self._slots, self._lengths = tokens, slots, lengths
 
     def __len__(self) -> int:
@@ -133,7 +152,15 @@ class Slots:
         self.lengths = np.zeros(max_num_seqs, np.int64)
         self.prompt_lengths = np.zeros(max_num_seqs, np.int64)
         self.tables = np.full((layout.num_groups, max_num_seqs, blocks), -1, np.int32)
+        self.counting: Ints = np.arange(max_num_seqs)
         self._replaced: set[tuple[int, int, int]] = set()
+        self._last: tuple[list[int], Ints] = [], np.empty(0, np.int64)
+
+    def rows_of(self, slots: list[int]) -> Ints:
+        """Slots as an array, the same object as long as they are the same: what follows from them alone need not be made anew."""
+        if slots != self._last[0]:
+            self._last = slots, np.array(slots, np.int64)
+        return self._last[1]
 
     def init(self, init: SlotInit) -> None:
         count = len(init.token_ids)
@@ -159,14 +186,15 @@ class Slots:
 
     def place_each(self, slots: Ints, tokens: Sequence[int]) -> None:
         """Append one token to each of different sequences."""
-        self.tokens[slots, self.lengths[slots]] = tokens
-        self.lengths[slots] += 1
+        lengths = self.lengths[slots]
+        self.tokens[slots, lengths] = tokens
+        self.lengths[slots] = lengths + 1
 
     def history(self, slot: int, length: int) -> npt.NDArray[np.int32]:
         """The first `length` tokens of a sequence, as a view."""
         return self.tokens[slot, :length]
 
-    def histories(self, slots: list[int], lengths: list[int]) -> Histories:
+    def histories(self, slots: Sequence[int] | Ints, lengths: Sequence[int] | Ints) -> Histories:
         """For row i the first `lengths[i]` tokens of sequence `slots[i]`."""
         return Histories(self.tokens, slots, lengths)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,9 +26,10 @@ class Compute(Protocol):
         """Copy whole KV blocks, all layers."""
         ...
 
-    def hidden(self, batch: Batch, rows: Ints) -> npt.NDArray[np.int64]:
+    def hidden(self, batch: Batch, rows: Ints, begun: Callable[[], None]) -> npt.NDArray[np.int64]:
         """Run all layers, write keys and values, and keep the hidden states of token rows `rows` (each at most once) for
-        `logits`. Returns the chunks (indices) in which something was not a finite number."""
+        `logits`. Returns the chunks (indices) in which something was not a finite number. Calls `begun` once everything is
+        prepared and arithmetic begins."""
         ...
 
     def discard(self, blocks: Sequence[int]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,11 +61,13 @@ class Runner:
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self.pool.copy(sources, targets)
 
-    def hidden(self, batch: Batch, rows: Ints) -> Ints:
+    def hidden(self, batch: Batch, rows: Ints, begun: Callable[[], None]) -> Ints:
         if len(tails := batch.tail_slots):
             self.pool.zero(tails)
         self.pool.begin(batch)
-        hidden = self._decoder.hidden(self._context(batch))
+        context = self._context(batch)
+        begun()
+        hidden = self._decoder.hidden(context)
         self._kept = hidden
         if len(rows) != len(hidden) or (np.diff(rows) != 1).any():
             self._kept = hidden.index_select(0, torch.from_numpy(rows).to(self._device))

@@ -6,8 +6,15 @@ import queue
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 from headrace.control.step import StepPlan, StepResult
+
+
+class Step(Protocol):
+    def __call__(self, plan: StepPlan, begun: Callable[[], None], /) -> StepResult:
+        """Run a step; `begun` is to be called once its arithmetic begins, which releases the interpreter."""
+        ...
 
 
 class ThreadStep:
@@ -15,37 +22,47 @@ class ThreadStep:
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
-        # A bare lock, held until the step has ended: an Event is several Python calls and locks on both sides.
-        self._running = threading.Lock()
-        self._running.acquire()
+        # A bare lock, held until the end has been told: an Event is several Python calls and locks on both sides.
+        self._untold = threading.Lock()
+        self._untold.acquire()
+        self._told = False
         self._result: StepResult | None = None
         self._error: BaseException | None = None
 
     def done(self) -> bool:
-        return not self._running.locked()
+        return not self._untold.locked()
 
     def result(self) -> StepResult:
-        with self._running:
+        with self._untold:
             pass
         if self._error is not None:
             raise self._error
         assert self._result is not None
         return self._result
 
-    def run(self, step: Callable[[StepPlan], StepResult]) -> None:
+    def run(self, step: Step, begun: Callable[[], None]) -> None:
         try:
-            self._result = step(self.plan)
+            self._result = step(self.plan, begun)
         except BaseException as error:
             self._error = error
-        self._running.release()
+
+    def tell(self) -> None:
+        """Let those who wait for the result have it. For the thread that ran the step; again is nothing."""
+        if not self._told:
+            self._told = True
+            self._untold.release()
 
 
 class ThreadExecutor:
-    """See `headrace.control.step.Executor`. `around`: a context that the thread works in."""
+    """See `headrace.control.step.Executor`. `around`: a context that the thread works in.
+
+    The end of a step is told when the next one, if it is there, has begun: who waits for it wants the interpreter, which the
+    next step needs too until then, while all cores wait for it.
+    """
 
     def __init__(
         self,
-        step: Callable[[StepPlan], StepResult],
+        step: Step,
         max_num_seqs: int,
         *,
         name: str,
@@ -78,7 +95,27 @@ class ThreadExecutor:
             self._thread.join()
 
     def _work(self) -> None:
+        ended: ThreadStep | None = None
         with self._around():
-            while (step := self._queue.get()) is not None:
-                step.run(self._step)
+            while (step := self._next(ended)) is not None:
+                if ended is not None and step.plan.inits:  # new sequences may take long to take in, a grammar for one
+                    ended.tell()
+                step.run(self._step, _nothing if ended is None else ended.tell)
+                if ended is not None:
+                    ended.tell()
+                ended = step
                 del step
+        if ended is not None:
+            ended.tell()
+
+    def _next(self, ended: ThreadStep | None) -> ThreadStep | None:
+        try:
+            return self._queue.get_nowait()
+        except queue.Empty:
+            if ended is not None:
+                ended.tell()
+            return self._queue.get()
+
+
+def _nothing() -> None:
+    pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,8 @@ class Steps:
         """Slots whose sequences want log-probabilities of their prompts."""
         self._watch = watch
 
-    def step(self, plan: StepPlan) -> StepResult:
+    def step(self, plan: StepPlan, begun: Callable[[], None]) -> StepResult:
+        """Run one step; `begun` is called when its arithmetic begins, if it has any."""
         begin = time.perf_counter()
         self._change_slots(plan)
         if not plan.chunks:
@@ -58,7 +59,7 @@ class Steps:
         if asked:
             wanted = np.concatenate([rows, *(first + np.arange(count) for first, count in asked.values())])
         started = time.perf_counter()
-        for i in self._compute.hidden(batch, wanted).tolist():
+        for i in self._compute.hidden(batch, wanted, begun).tolist():
             self._fail(chunks[i].slot, NOT_FINITE)
         logits = self._compute.logits(0, len(rows)) if len(rows) else None
         compute_s = time.perf_counter() - started
@@ -111,7 +112,7 @@ class Steps:
     def _decoding(self, batch: Batch) -> Rows:
         """The rows to sample when each chunk is one token that the next one follows."""
         lengths = batch.starts + 1
-        histories = self._slots.histories(batch.slots.tolist(), lengths.tolist())
+        histories = self._slots.histories(batch.slots, lengths)
         return Rows(batch.slots, histories, self._slots.prompt_lengths[batch.slots], {}, lengths)
 
     def _sample(

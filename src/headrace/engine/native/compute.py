@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import headrace_native
 import numpy as np
@@ -67,20 +67,20 @@ class NativeCompute:
         if self._groups is not None:
             self._groups.copied(targets)
 
-    def hidden(self, batch: Batch, rows: Ints) -> npt.NDArray[np.int64]:
-        count = len(batch.slots)
+    def hidden(self, batch: Batch, rows: Ints, begun: Callable[[], None]) -> npt.NDArray[np.int64]:
+        count, positions = len(batch.slots), batch.positions
         row_start = np.empty(count + 1, np.int32)
-        row_start[:count], row_start[count] = batch.first_rows, len(batch.token_ids)
-        width = int((batch.starts + batch.lengths - 1).max()) // self._block_tokens + 1
-        tables = np.stack([table[:, :width] for table in batch.tables])
-        angles = [r.at(batch.positions) for r in self._rotations]
+        row_start[:count], row_start[count] = batch.first_rows, len(positions)
+        last = int(positions.max())
+        tables = batch.first_blocks(last // self._block_tokens + 1)
+        angles = [r.at(positions, last) for r in self._rotations]
         broken = np.zeros(count, np.uint8)
         staging: tuple[np.ndarray, ...] = ()
         if self._groups is not None:
-            restored = [self._groups.begin(batch, group) for group in range(len(batch.tables))]
+            restored = [self._groups.begin(batch, group) for group in range(len(tables))]
             staging = (batch.slots.astype(np.int32), np.concatenate(restored).astype(np.uint8))
-        self._model.step(
-            batch.token_ids.astype(np.int32),
+        given = (
+            batch.tokens,
             row_start,
             batch.starts.astype(np.int32),
             tables,
@@ -90,6 +90,8 @@ class NativeCompute:
             broken,
             *staging,
         )
+        begun()
+        self._model.step(*given)
         return np.flatnonzero(broken)
 
     def discard(self, blocks: Sequence[int]) -> None:

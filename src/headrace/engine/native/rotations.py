@@ -20,8 +20,8 @@ class Rotations:
         self._most = max_model_len + 1
         self._cos = self._sin = np.empty((0, len(self._radians)), np.float32)
 
-    def at(self, positions: npt.NDArray[np.int64]) -> tuple[Floats, Floats]:
-        last = int(positions.max(initial=0))
+    def at(self, positions: npt.NDArray[np.int64], last: int) -> tuple[Floats, Floats]:
+        """Of each of `positions`, of which `last` is the largest."""
         if last >= len(self._cos):
             self._grow(last + 1)
         return self._cos[positions], self._sin[positions]

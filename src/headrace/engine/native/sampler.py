@@ -18,37 +18,37 @@ from headrace.engine.sampler.state import SamplingState
 
 Floats = npt.NDArray[np.float32]
 _BROKEN, _EMPTY = 1, 2
+_NONE = np.empty(0, np.int64)
 
 
 def sample(logits: Floats, rows: Rows, state: SamplingState, pool: headrace_native.Pool) -> Sampled:
     """Sample each row of `logits` [rows, vocab], which may be changed."""
     slots, count = rows.slots, len(rows.slots)
-    indices = rows.indices
+    indices, columns = rows.indices, state.columns(slots)
     errors: dict[int, str] = {}
-    altered = _altered(rows, indices, state)
-    reported = np.flatnonzero(state.reported[slots])
     raw: dict[int, Floats] = {}
-    for row in altered.tolist():
-        if not np.isfinite(logits[row].sum()):
-            errors[row] = NOT_FINITE
-            logits[row] = 0.0
-            continue
-        if state.reported[slots[row]]:
-            raw[row] = logits[row].copy()
-        _alter(logits[row], rows, row, int(indices[row]), state)
-    untouched = np.ones(count, np.uint8)
-    untouched[altered] = 0
+    untouched, reported = np.ones(count, np.uint8), _NONE
+    if rows.masks or not columns.all_plain:
+        altered, reported = _altered(rows, indices, state), np.flatnonzero(state.reported[slots])
+        untouched[altered] = 0
+        for row in altered.tolist():
+            if not np.isfinite(logits[row].sum()):
+                errors[row] = NOT_FINITE
+                logits[row] = 0.0
+                continue
+            if state.reported[slots[row]]:
+                raw[row] = logits[row].copy()
+            _alter(logits[row], rows, row, int(indices[row]), state)
     ids, outcome = np.empty(count, np.int64), np.empty(count, np.uint8)
-    greedy = state.greedy[slots]
     headrace_native.sample(
         logits,
-        greedy.view(np.uint8),
+        columns.greedy.view(np.uint8),
         untouched,
-        state.temperature[slots],
-        state.top_k[slots],
-        state.top_p[slots],
-        state.min_p[slots],
-        np.zeros(count) if greedy.all() else uniforms(state.seed[slots], indices),
+        columns.temperature,
+        columns.top_k,
+        columns.top_p,
+        columns.min_p,
+        np.zeros(count) if columns.all_greedy else uniforms(columns.seed, indices),
         ids,
         outcome,
         pool,

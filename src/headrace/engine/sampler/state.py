@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -22,6 +23,19 @@ class SlotRules:
     held_ids: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+
+
+class Columns(msgspec.Struct, frozen=True):
+    """What `SamplingState` has of some rows. `all_plain`, `all_greedy`: of every one of them."""
+
+    greedy: npt.NDArray[np.bool_]
+    temperature: npt.NDArray[np.float32]
+    top_k: npt.NDArray[np.int64]
+    top_p: npt.NDArray[np.float64]
+    min_p: npt.NDArray[np.float32]
+    seed: npt.NDArray[np.uint64]
+    all_plain: bool
+    all_greedy: bool
 
 
 class SamplingState:
@@ -47,8 +61,19 @@ class SamplingState:
         self.reported = column(bool)
         self.plain = np.ones(max_num_seqs, bool)
         self.rules = [SlotRules() for _ in range(max_num_seqs)]
+        self._last: tuple[npt.NDArray[np.int64], Columns] | None = None
+
+    def columns(self, slots: npt.NDArray[np.int64]) -> Columns:
+        """Of these rows; made once for the same array, which must not be written to, as long as nobody is admitted."""
+        if self._last is None or self._last[0] is not slots:
+            greedy, plain = self.greedy[slots], self.plain[slots]
+            draws = (self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
+            found = Columns(greedy, *(of[slots] for of in draws), bool(plain.all()), bool(greedy.all()))
+            self._last = slots, found
+        return self._last[1]
 
     def admit(self, slot: int, s: Sampling) -> None:
+        self._last = None
         greedy = s.temperature < GREEDY_BELOW or s.top_k == 1
         self.greedy[slot] = greedy
         self.temperature[slot] = 1.0 if greedy else s.temperature
