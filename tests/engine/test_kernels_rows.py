@@ -47,6 +47,19 @@ def test_add_norm(dtype, post):
     assert bad.tolist() == [0, 1, 0]
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("post", [False, True])
+def test_add_norm_sums_parts(dtype, post):
+    x, parts = randn(5, 80, dtype=dtype), randn(3, 5, 80, dtype=dtype, seed=1)
+    weight, post_weight = randn(80, dtype=dtype, seed=2), randn(80, dtype=dtype, seed=3)
+    out = torch.full_like(x, float("nan"))
+    y = parts.double().sum(0)
+    total = x.double() + 0.5 * (rms(y, post_weight, 1e-5) if post else y)
+    add_norm(x, parts, weight, out, 1e-5, post_weight=post_weight if post else None, scale=0.5)
+    assert gap(x, total) < TOLERANCE[dtype]
+    assert gap(out, rms(total, weight, 1e-5)) < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("kind", sorted(ACTIVATIONS))
 def test_activate(kind):
     both = randn(2, 2 * 72, dtype=torch.float32)

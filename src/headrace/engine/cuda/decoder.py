@@ -12,6 +12,7 @@ import triton
 
 from headrace.engine.backend import Limits
 from headrace.engine.cuda.flashinfer import FlashInfer, Planned
+from headrace.engine.cuda.library import Library
 from headrace.engine.cuda.pool import KVPool
 from headrace.engine.cuda.products import Matrix, Products
 from headrace.engine.cuda.staged import StagedKeys
@@ -30,7 +31,7 @@ from headrace.engine.kernels.gemm import (
     why_not_specialized,
 )
 from headrace.engine.kernels.groups import code_groups, stage_keys
-from headrace.engine.kernels.norm import add_norm
+from headrace.engine.kernels.norm import FEW_ROWS, add_norm
 from headrace.engine.kernels.prefill import HOPPER_TILE, PrefillWorkspace, prefill_attention
 from headrace.engine.kernels.prefill_groups import prefill_groups
 from headrace.engine.kernels.rope import rope_cache
@@ -178,6 +179,9 @@ class Decoder:
         self._products = Products(
             weights.matrices(), table, self._gemm, self.tokens, dtype, device, capability=capability, pdl=pdl
         )
+        self.library = Library(table.library, dtype, device)
+        # Sums of products that come in parts, of which there are few rows.
+        self._parts_of_sums = empty(self._most_parts(), hidden)
         self._squares = torch.empty(2, triton.cdiv(hidden, 16), MAX_ROWS.value, dtype=torch.float32, device=device)
         # Fused products need the plain pre-norm block.
         self._fusable = all(layer.num_norms == 2 and layer.mlp.gated for layer in spec.layers)
@@ -204,10 +208,19 @@ class Decoder:
             self._work.nbytes
             + self._prefill_work.nbytes
             + self._gemm.nbytes
+            + self._parts_of_sums.nbytes
             + self._products.nbytes
             + turns
             + self.tables.nbytes
             + self.last_ids.nbytes
+        )
+
+    def _most_parts(self) -> int:
+        """Rows times parts of products that come in parts, at most."""
+        weights = [w for layer in self._weights.layers for w in (layer.out, layer.down) if isinstance(w, torch.Tensor)]
+        return max(
+            (rows * parts for shape in {w.shape for w in weights} for rows, parts in self.library.in_parts(*shape)),
+            default=0,
         )
 
     def parts(self, tiles: int, least_cached: int) -> int:
@@ -352,15 +365,31 @@ class Decoder:
     def _linear(self, x: torch.Tensor | Rounded, w: Matrix, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         if not isinstance(w, torch.Tensor):
             self._products.linear(x, w, bias, out)
+        elif bias is None and (chosen := self.library.find(x, w)) is not None:
+            chosen.run(x, w, out)
         elif bias is None:
             torch.mm(x, w.t(), out=out)
         else:
             torch.addmm(bias, x, w.t(), out=out)
 
+    def _summand(self, x: torch.Tensor, w: Matrix, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+        """x w' for `add_norm`: in `out`, or in parts where the product is faster that way."""
+        if isinstance(w, torch.Tensor) and bias is None:
+            chosen = self.library.find(x, w, parts=True)
+            if chosen is not None and chosen.parts > 1:
+                parts = self._parts_of_sums[: chosen.parts * len(x)].view(chosen.parts, *out.shape)
+                chosen.run(x, w, parts)
+                return parts
+        self._linear(x, w, bias, out)
+        return out
+
     def _added(self, x: torch.Tensor, y: torch.Tensor, w: Matrix, scale: float) -> None:
         """x += scale * y w', the sum rounded once."""
         if not isinstance(w, torch.Tensor):
             self._products.added(x, y, w, scale)
+            return
+        if (chosen := self.library.find(y, w)) is not None:
+            chosen.run(y, w, x, scale=scale, add=True)
             return
         torch.addmm(x, y, w.t(), alpha=scale, out=x)
 
@@ -420,9 +449,9 @@ class Decoder:
             self._added(x, attended, w.out, scale)
             add_norm(x, None, w.mlp_norm, h, self._eps, rounded=coded, pdl=self._pdl)
         else:
-            self._linear(attended, w.out, w.out_bias, h)
+            y = self._summand(attended, w.out, w.out_bias, h)
             add_norm(
-                x, h, w.mlp_norm, h, self._eps, post_weight=w.post_attn_norm, scale=scale, rounded=coded, pdl=self._pdl
+                x, y, w.mlp_norm, h, self._eps, post_weight=w.post_attn_norm, scale=scale, rounded=coded, pdl=self._pdl
             )
         self._linear(h if coded is None else coded, w.up, w.up_bias, up)
         if (coded := self._products.rounding(w.down, rows)) is not None:
@@ -433,8 +462,7 @@ class Decoder:
         if added and w.post_mlp_norm is None and w.down_bias is None and self._products.adds(w.down, rows):
             self._added(x, activated, w.down, scale)
             return None, None
-        self._linear(activated, w.down, w.down_bias, h)
-        return h, w.post_mlp_norm
+        return self._summand(activated, w.down, w.down_bias, h), w.post_mlp_norm
 
     def _last_layer(self, i: int, w: LayerWeights, x, pending, post, step: DeviceStep, bad_rows) -> torch.Tensor:
         """The last layer of a step with picked rows, and the head: keys and values of all rows, the rest for those picked."""
@@ -451,14 +479,14 @@ class Decoder:
         torch.index_select(x, 0, step.picked, out=picked)
         torch.index_select(attended, 0, step.picked, out=chosen)
         h = self._h[:count]
-        self._linear(chosen, w.out, w.out_bias, h)
-        add_norm(picked, h, w.mlp_norm, h, self._eps, post_weight=w.post_attn_norm, scale=scale, pdl=self._pdl)
+        y = self._summand(chosen, w.out, w.out_bias, h)
+        add_norm(picked, y, w.mlp_norm, h, self._eps, post_weight=w.post_attn_norm, scale=scale, pdl=self._pdl)
         up = self._cut(0, count, len(w.up))
         activated = self._cut(up.numel(), count, mlp.intermediate)
         self._linear(h, w.up, w.up_bias, up)
         activate(up, activated, mlp.activation, gated=mlp.gated, pdl=self._pdl)
-        self._linear(activated, w.down, w.down_bias, h)
-        add_norm(picked, h, None, None, self._eps, post_weight=w.post_mlp_norm, scale=scale, pdl=self._pdl)
+        y = self._summand(activated, w.down, w.down_bias, h)
+        add_norm(picked, y, None, None, self._eps, post_weight=w.post_mlp_norm, scale=scale, pdl=self._pdl)
         return self.head(picked)
 
     def _attend(self, i: int, a: Attention, w: LayerWeights, qkv, out, step: DeviceStep, *, pdl: bool) -> None:
@@ -607,7 +635,7 @@ class Decoder:
                     self._cut(rows * matrix.shape[1], rows, len(matrix)),
                 )
                 jobs.append(lambda s=source, m=matrix, t=target: self._linear(s, m, None, t))
-        bad, pdl = torch.zeros(rows, dtype=torch.int32, device=x.device), self._pdl
+        pdl = self._pdl
         if (coded := self._products.rounding(w.qkv, rows)) is not None:
             rounding = self._products.rounding
             jobs += [
@@ -616,20 +644,41 @@ class Decoder:
                 lambda: add_norm(x, h, w.mlp_norm, h, self._eps, post_weight=w.post_attn_norm, rounded=coded, pdl=pdl),
                 lambda: activate_rounded(up, rounding(w.down, rows), mlp.activation, gated=mlp.gated, pdl=pdl),
             ]
+        jobs.append(lambda: embed(step.ids, step.slots, self.last_ids, weights.embedding, x, 1.0, pdl=pdl))
+        # Few rows and many have kernels of their own.
+        for n in {min(FEW_ROWS, self.tokens), self.tokens}:
+            jobs += self._norm_jobs(w, self.x[:n], self._h[:n])
         jobs += [
-            lambda: embed(step.ids, step.slots, self.last_ids, weights.embedding, x, 1.0, pdl=pdl),
-            lambda: add_norm(x, None, w.attn_norm, h, self._eps, pdl=pdl),
-            lambda: add_norm(x, None, w.attn_norm, h, self._eps, bad=bad, pdl=pdl),
-            lambda: add_norm(x, None, None, None, self._eps, bad=bad, pdl=pdl),
-            lambda: add_norm(x, h, w.mlp_norm, h, self._eps, post_weight=w.post_attn_norm, pdl=pdl),
-            lambda: add_norm(x, h, w.attn_norm, h, self._eps, post_weight=w.post_mlp_norm, bad=bad, pdl=pdl),
-            lambda: add_norm(x, h, None, None, self._eps, post_weight=w.post_mlp_norm, pdl=pdl),
-            lambda: add_norm(x, h, None, None, self._eps, post_weight=w.post_mlp_norm, bad=bad, pdl=pdl),
             lambda: activate(
                 up, self._cut(up.numel(), rows, mlp.intermediate), mlp.activation, gated=mlp.gated, pdl=pdl
             ),
             lambda: self.head(self.picked_x[: min(rows, self.rows)]),
         ]
+        return jobs
+
+    def _norm_jobs(self, w: LayerWeights, x: torch.Tensor, h: torch.Tensor) -> list[Callable[[], None]]:
+        """`compile_jobs` of the norms of so many rows."""
+        bad, eps, pdl = torch.zeros(len(x), dtype=torch.int32, device=x.device), self._eps, self._pdl
+        post_attn, post_mlp = w.post_attn_norm, w.post_mlp_norm
+        jobs = [
+            lambda: add_norm(x, None, w.attn_norm, h, eps, pdl=pdl),
+            lambda: add_norm(x, None, w.attn_norm, h, eps, bad=bad, pdl=pdl),
+            lambda: add_norm(x, None, None, None, eps, bad=bad, pdl=pdl),
+        ]
+        counts = {1}
+        if len(x) <= FEW_ROWS and len(self._parts_of_sums):
+            counts |= {
+                p for m in (w.out, w.down) if isinstance(m, torch.Tensor) for _, p in self.library.in_parts(*m.shape)
+            }
+        for n in counts:
+            y = h if n == 1 else self._parts_of_sums[:n].view(n, 1, -1)
+            rows = x if n == 1 else x[:1]
+            jobs += [
+                lambda x=rows, y=y: add_norm(x, y, w.mlp_norm, h, eps, post_weight=post_attn, pdl=pdl),
+                lambda x=rows, y=y: add_norm(x, y, w.attn_norm, h, eps, post_weight=post_mlp, bad=bad, pdl=pdl),
+                lambda x=rows, y=y: add_norm(x, y, None, None, eps, post_weight=post_mlp, pdl=pdl),
+                lambda x=rows, y=y: add_norm(x, y, None, None, eps, post_weight=post_mlp, bad=bad, pdl=pdl),
+            ]
         return jobs
 
 

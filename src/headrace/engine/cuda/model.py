@@ -204,7 +204,7 @@ class CudaModel:
             else "decode graphs are off",
             *attention,
             *(
-                [f"products of more than 32 rows: {decoder.specialized()}"]
+                [f"products of more than 32 rows: {decoder.specialized()}", decoder.library.note()]
                 if self.weights_precision == self._computed
                 else []
             ),

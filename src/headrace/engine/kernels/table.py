@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
+from typing import Any
 
 from headrace.base.files import data_dir
 from headrace.engine.kernels.gemm import GemmConfig
@@ -22,6 +24,43 @@ STREAMED_AS = {"w8a8": "int8", "fp8_e4m3": "fp8_channel"}
 """Formats whose codes are streamed as those of another."""
 DECODE_BUCKETS = (4, 8, 16, 32, 64, 128, 256)
 """Rows up to which a configuration of decode attention counts."""
+
+
+LIBRARY_ROWS = 64
+"""Up to so many rows products are never those of `LibraryTable`."""
+
+
+class LibraryTable:
+    """Which algorithm of cuBLASLt multiplies, by rows, columns and inner dimension (`headrace.engine.cuda.library`).
+
+    Entries have `algorithm`, its eight words in hexadecimal, and `parts` of the inner dimension; None: what the library takes.
+    They count from the next smaller number of rows on. `version`: the library's that they were measured with.
+    """
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        self._entries: dict[tuple[int, int], dict[int, dict[str, Any] | None]] = {}
+
+    def add(self, read: Mapping[str, Any]) -> None:
+        """Take a file's entries; those of another version replace all before."""
+        if read["version"] != self.version:
+            self.version, self._entries = read["version"], {}
+        for name, entry in read["products"].items():
+            rows, columns, inner = map(int, name.split("x"))
+            self._entries.setdefault((columns, inner), {})[rows] = entry
+
+    def entry(self, rows: int, columns: int, inner: int) -> dict[str, Any] | None:
+        """What the least number of rows in the table that holds `rows` says."""
+        found = self._entries.get((columns, inner))
+        if found is None or rows <= LIBRARY_ROWS:
+            return None
+        least = min((n for n in found if n >= rows), default=None)
+        return None if least is None else found[least]
+
+    def in_parts(self, columns: int, inner: int) -> list[tuple[int, int]]:
+        """(rows at most, parts) of the entries with more than one part."""
+        found = self._entries.get((columns, inner), {})
+        return [(n, e["parts"]) for n, e in sorted(found.items()) if e is not None and e["parts"] > 1]
 
 
 def user_folder() -> Path:
@@ -41,12 +80,15 @@ class GemmTable:
         self.sources: list[str] = []
         self._entries: dict[str, dict[str, int] | None] = {}
         self._decode: dict[str, dict[str, int]] = {}
+        self.library = LibraryTable()
         for folder in (SHIPPED, user_folder()):
             path = folder / file_name(card)
             if path.exists():
                 read = json.loads(path.read_text())
                 self._entries |= read["gemm"]
                 self._decode |= read.get("decode", {})
+                if "library" in read:
+                    self.library.add(read["library"])
                 self.sources.append(str(path.name if folder == SHIPPED else path))
 
     def config(self, rows: int, columns: int, inner: int, *, pair: bool) -> GemmConfig | None:
