@@ -335,6 +335,27 @@ def test_experts_stored_one_by_one_are_refused_with_a_remedy(tmp_path: Path) -> 
         spec_from_gguf(read_gguf(write(tmp_path / "m.gguf", metadata, tensors + old)))
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rope.dimension_count", 7),
+        ("rope.dimension_count", 0),
+        ("rope.freq_base", 0.0),
+        ("rope.freq_base", -1.0),
+        ("rope.freq_base", float("inf")),
+        ("rope.freq_base", float("nan")),
+        ("attention.layer_norm_rms_epsilon", -1.0),
+        ("attention.head_count", 2**31),
+    ],
+)
+def test_a_number_that_cannot_be_is_named(tmp_path: Path, key: str, value: float) -> None:
+    metadata, tensors = ARCHITECTURES["llama"]
+    changed = metadata | {f"llama.{key}": value}
+    with pytest.raises(HeadraceError) as caught:
+        spec_from_gguf(read_gguf(write(tmp_path / "m.gguf", changed, tensors)))
+    assert caught.value.field in (f"llama.{key}", "norm_eps", "num_attention_heads")
+
+
 @pytest.mark.parametrize("key", ["block_count", "embedding_length", "context_length", "attention.head_count"])
 def test_a_missing_metadata_key_is_named(tmp_path: Path, key: str) -> None:
     metadata, tensors = ARCHITECTURES["llama"]

@@ -127,9 +127,14 @@ class _Metadata:
 
     def rope(self, dim: int, *, interleaved: bool, local: bool = False) -> Rope:
         rotary = min(self.integer("rope.dimension_count", dim), dim)
-        theta = self.number("rope.freq_base", 10_000.0)
+        if rotary < 2 or rotary % 2:
+            raise self.wrong("rope.dimension_count", rotary)
+        base = "rope.freq_base_swa" if local else "rope.freq_base"
+        theta = self.number(base, 10_000.0)
+        if not 0 < theta < math.inf:
+            raise self.wrong(base, theta)
         if local:
-            return Rope(self.number("rope.freq_base_swa", 10_000.0), rotary, interleaved)
+            return Rope(theta, rotary, interleaved)
         factors = self.header.vector("rope_freqs.weight")
         if factors and (len(factors) != rotary // 2 or min(factors) <= 0):
             raise CorruptCheckpoint(

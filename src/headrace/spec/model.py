@@ -14,6 +14,9 @@ import msgspec
 
 from headrace.base.errors import InvalidInput
 
+_MOST_HEAD_DIMS = 1 << 24
+"""Heads times their size; the largest models known have 2^17."""
+
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "relu", "clamped_swiglu"]
 
 
@@ -78,6 +81,13 @@ class Attention(msgspec.Struct, frozen=True):
     rope: Rope | None = None
     kv_source: int | None = None
     value_from_key: bool = False
+
+    def __post_init__(self) -> None:
+        # Whoever loads weights makes tables of this size before it sees a tensor's shape.
+        if self.num_heads * self.head_dim > _MOST_HEAD_DIMS:
+            raise InvalidInput(
+                f"{self.num_heads} heads of {self.head_dim} are absurdly many", field="num_attention_heads"
+            )
 
     @property
     def value_dim(self) -> int:

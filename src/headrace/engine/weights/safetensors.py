@@ -118,7 +118,7 @@ def checkpoint_paths(folder: Path) -> tuple[Path, ...]:
             if not isinstance(shard, str):
                 raise CorruptCheckpoint(f"{INDEX} names a shard {shard!r}", field=str(index))
             if Path(shard).name != shard or not (folder / shard).is_file():
-                raise CorruptCheckpoint(f"shard {shard} named by {INDEX} is missing", field=shard)
+                raise CorruptCheckpoint(f"shard {shard} named by {INDEX} is missing", field=shard or str(index))
         return tuple(folder / shard for shard in shards)
     return tuple(sorted(folder.glob("*.safetensors")))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
@@ -139,11 +140,11 @@ def rope(
     fraction = table.number("partial_rotary_factor", default=None)
     if fraction is None:
         fraction = c.number("partial_rotary_factor", "rotary_pct", "rope_pct", default=partial)
-    if base <= 0 or not 0 < fraction <= 1:
+    if not 0 < base < math.inf or not 0 < fraction <= 1:
         raise InvalidInput(f"rope_theta {base} or partial_rotary_factor {fraction} is out of range", field="rope_theta")
     rotary = int(dim * fraction)
-    if rotary % 2:
-        raise InvalidInput(f"rotary dimension {rotary} is odd", field="partial_rotary_factor")
+    if rotary < 2 or rotary % 2:
+        raise InvalidInput(f"rotary dimension {rotary} is not an even number from 2", field="partial_rotary_factor")
     return Rope(theta=base, dim=rotary, interleaved=interleaved, scaling=rope_scaling(c, table))
 
 
