@@ -55,6 +55,8 @@ class InParts:
     def __init__(self, *_):
         self.parts = 1
 
+    nbytes = 0
+
     def note(self):
         return "stands in"
 

@@ -209,6 +209,7 @@ class Decoder:
             + self._prefill_work.nbytes
             + self._gemm.nbytes
             + self._parts_of_sums.nbytes
+            + self.library.nbytes
             + self._products.nbytes
             + turns
             + self.tables.nbytes

@@ -22,6 +22,8 @@ from headrace.engine.kernels.table import LibraryTable
 _TYPES = {torch.bfloat16: 14}  # cudaDataType_t
 _FP32, _COMPUTE_FP32 = 0, 68
 _TRANSPOSED_A, _MOST_WORKSPACE, _BATCH, _BATCH_STRIDE = 3, 1, 5, 6
+WORKSPACE_BYTES = 8 << 20
+"""What an algorithm may use besides; those for many rows count their tiles there."""
 _KEPT = 512
 """Products whose descriptions are kept: prompts come in any number of rows."""
 
@@ -50,9 +52,9 @@ class LibraryProduct:
     """
 
     def __init__(
-        self, library: Any, handle: c_void_p, rows: int, columns: int, inner: int, parts: int, kind: int
-    ) -> None:
-        self._library, self._handle, self.parts = library, handle, parts
+        self, library: Any, handle: c_void_p, work: torch.Tensor, rows: int, columns: int, inner: int, parts: int, kind: int
+    ) -> None:  # fmt: skip
+        self._library, self._handle, self._work, self.parts = library, handle, work, parts
         self._sizes = (rows, columns, inner)
         self._alpha, self._beta = c_float(1.0), c_float(0.0)
         self._algorithm = (c_uint64 * 8)()
@@ -78,16 +80,18 @@ class LibraryProduct:
         return made
 
     def proposals(self, most: int = 32) -> list[str]:
-        """Algorithms that the library offers and that need no workspace, the best by its own guess first."""
+        """Algorithms that the library offers, the best by its own guess first."""
         preference, found, results = c_void_p(), c_int(0), (_Result * most)()
         self._call("MatmulPreferenceCreate", byref(preference))
-        self._call("MatmulPreferenceSetAttribute", preference, _MOST_WORKSPACE, byref(c_uint64(0)), c_size_t(8))
+        self._call(
+            "MatmulPreferenceSetAttribute", preference, _MOST_WORKSPACE, byref(c_uint64(WORKSPACE_BYTES)), c_size_t(8)
+        )
         self._call(
             "MatmulAlgoGetHeuristic", self._handle, self._operation, self._w, self._x, self._out, self._out, preference, most,
             results, byref(found),
         )  # fmt: skip
         self._call("MatmulPreferenceDestroy", preference)
-        return [_text(r.algorithm) for r in results[: found.value] if r.state == 0 and r.workspace == 0]
+        return [_text(r.algorithm) for r in results[: found.value] if r.state == 0]
 
     def take(self, algorithm: str) -> bool:
         """Run by this algorithm from now on; False if the library says that it cannot compute this product."""
@@ -97,7 +101,7 @@ class LibraryProduct:
         status = self._library.cublasLtMatmulAlgoCheck(
             self._handle, self._operation, self._w, self._x, self._out, self._out, byref(self._algorithm), byref(result)
         )
-        return status == 0 and result.state == 0 and result.workspace == 0
+        return status == 0 and result.state == 0 and result.workspace <= WORKSPACE_BYTES
 
     def run(
         self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, add: bool = False
@@ -115,7 +119,8 @@ class LibraryProduct:
         self._call(
             "Matmul", self._handle, self._operation, byref(self._alpha), c_void_p(w.data_ptr()), self._w,
             c_void_p(x.data_ptr()), self._x, byref(self._beta), target, self._out, target, self._out,
-            byref(self._algorithm), None, c_size_t(0), c_void_p(torch.cuda.current_stream(x.device).cuda_stream),
+            byref(self._algorithm), c_void_p(self._work.data_ptr()), c_size_t(WORKSPACE_BYTES),
+            c_void_p(torch.cuda.current_stream(x.device).cuda_stream),
         )  # fmt: skip
 
     def close(self) -> None:
@@ -138,6 +143,7 @@ class Library:
         self._handle = c_void_p()
         self.version = 0
         self.why_not = self._open(dtype, device)
+        self._work = torch.empty(WORKSPACE_BYTES if self.version else 0, dtype=torch.uint8, device=device)
 
     def _open(self, dtype: torch.dtype, device: torch.device) -> str | None:
         if device.type != "cuda":
@@ -156,6 +162,10 @@ class Library:
         if self._table.version != self.version:
             return f"the table was measured with cuBLASLt {self._table.version}, and this is {self.version}"
         return None
+
+    @property
+    def nbytes(self) -> int:
+        return self._work.nbytes
 
     def note(self) -> str:
         """For the notes of the start."""
@@ -189,4 +199,4 @@ class Library:
         """A product without an algorithm yet (`LibraryProduct.take`)."""
         assert inner % parts == 0
         assert self._kind is not None
-        return LibraryProduct(self._library, self._handle, rows, columns, inner, parts, self._kind)
+        return LibraryProduct(self._library, self._handle, self._work, rows, columns, inner, parts, self._kind)
