@@ -143,3 +143,19 @@ def test_named_algorithms_are_found_and_forgotten_in_turn():
         product.run(x, w, out)
     assert kernel_device.gap(out, x.double() @ w.double().t()) < 5e-3
     assert library.find(x[:, :256], w[:, :256]) is None
+
+
+def test_a_card_s_table_keeps_what_one_version_of_the_library_was_measured_with(tmp_path):
+    import json
+
+    from headrace.engine.tune import write_table
+
+    def written(library):
+        return json.loads(write_table("a card", {}, tmp_path, None, library).read_text()).get("library")
+
+    one = {"algorithm": "a", "parts": 1}
+    assert written(None) is None
+    assert written({"version": 3, "products": {"96x8x8": one}}) == {"version": 3, "products": {"96x8x8": one}}
+    assert written({"version": 3, "products": {"80x8x8": None}})["products"] == {"96x8x8": one, "80x8x8": None}
+    assert written(None)["products"] == {"96x8x8": one, "80x8x8": None}
+    assert written({"version": 4, "products": {}}) == {"version": 4, "products": {}}

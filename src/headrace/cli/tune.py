@@ -28,6 +28,7 @@ def tune(
         ) from None
     if not torch.cuda.is_available():
         raise InvalidInput("tuning needs a CUDA GPU, and torch sees none", field="tune")
+    from headrace.engine.cuda.library_tune import measure_library, plain_products
     from headrace.engine.quant.formats import form
     from headrace.engine.tune import measure, measure_decode, measure_quantized, shapes, write_table
 
@@ -38,7 +39,8 @@ def tune(
         return
     decode = measure_decode(spec, device, typer.echo)
     entries = measure(shapes(spec), device, typer.echo)
-    typer.echo(f"written: {write_table(torch.cuda.get_device_name(device), entries, out, decode)}")
+    library = measure_library(plain_products(spec), device, typer.echo)
+    typer.echo(f"written: {write_table(torch.cuda.get_device_name(device), entries, out, decode, library)}")
 
 
 def register(app: typer.Typer) -> None:

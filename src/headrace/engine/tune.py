@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -593,8 +594,12 @@ def write_table(
     entries: dict[str, dict[str, int] | None],
     folder: Path | None = None,
     decode: dict[str, dict[str, int]] | None = None,
+    library: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Add entries to the card's own table below `folder` (the user's data folder); returns its path."""
+    """Add entries to the card's own table below `folder` (the user's data folder); returns its path.
+
+    `library`: what `measure_library` found; it takes the place of entries that another version of the library was measured with.
+    """
     folder = user_folder() if folder is None else folder
     path = folder / file_name(card)
     known = json.loads(path.read_text()) if path.exists() else {}
@@ -603,5 +608,12 @@ def write_table(
         "decode": known.get("decode", {}) | (decode or {}),
         "gemm": known.get("gemm", {}) | entries,
     }
+    before = known.get("library")
+    if library is None:
+        library = before
+    elif before is not None and before["version"] == library["version"]:
+        library = {**library, "products": before["products"] | library["products"]}
+    if library is not None:
+        table["library"] = library
     write_atomic(path, json.dumps(table, indent=1) + "\n")
     return path

@@ -11,12 +11,14 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from headrace.engine.cuda.library import Library, LibraryProduct
 from headrace.engine.kernels.norm import add_norm
 from headrace.engine.kernels.table import LIBRARY_ROWS, LibraryTable
+from headrace.spec.model import ModelSpec
 
 FEW = (*range(LIBRARY_ROWS + 16, 257, 16), 320, 384, 512, 640, 768)
 MANY = (1024, 1536, 2048, 3072, 4096, 8192, 16384)
@@ -39,17 +41,32 @@ class Plain:
 Entry = dict[str, str | int] | None
 
 
+def plain_products(spec: ModelSpec) -> list[Plain]:
+    """The distinct products of a decoder's layers."""
+    found: dict[Plain, None] = {}
+    hidden = spec.hidden_size
+    for layer in spec.layers:
+        a, mlp = layer.mixer, layer.mlp
+        attended = a.num_heads * a.head_dim
+        found[Plain(attended + 2 * a.num_kv_heads * a.head_dim, hidden)] = None
+        found[Plain(hidden, attended, summand=True)] = None
+        found[Plain(mlp.intermediate * (2 if mlp.gated else 1), hidden)] = None
+        found[Plain(hidden, mlp.intermediate, summand=True)] = None
+    return list(found)
+
+
 def measure_library(
     shapes: Sequence[Plain],
     device: torch.device,
     report: Callable[[str], None],
     few: Sequence[int] = FEW,
     many: Sequence[int] = MANY,
-) -> dict[str, int | dict[str, Entry]]:
-    """The table's `library` entry for these products in bf16."""
+) -> dict[str, Any] | None:
+    """The table's `library` entry for these products in bf16; None, and the reason told, where it cannot be called."""
     library = Library(LibraryTable(), torch.bfloat16, device)
     if not library.version:
-        raise RuntimeError(library.why_not)
+        report(f"algorithms of the library's products are not measured, since {library.why_not}")
+        return None
     found: dict[str, Entry] = {}
     known: dict[tuple[Plain, int], list[str]] = {}
     for rows in sorted({*few, *many}):
