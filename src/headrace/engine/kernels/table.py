@@ -22,6 +22,8 @@ QUANTIZED_BUCKETS = (1, 8, 16, 32, 64, 128, 256)
 """The same of quantized weights."""
 STREAMED_AS = {"w8a8": "int8", "fp8_e4m3": "fp8_channel"}
 """Formats whose codes are streamed as those of another."""
+BULK = "bulk"
+"""In the place of a KV format, tells entries of decode attention by bulk copies from others."""
 DECODE_BUCKETS = (4, 8, 16, 32, 64, 128, 256)
 """Rows up to which a configuration of decode attention counts."""
 
@@ -140,6 +142,11 @@ class GemmTable:
         if bucket is None:
             return None
         return self._decode.get(decode_key(bucket, head_dim, kv), self._decode.get(decode_key(bucket, head_dim)))
+
+    def bulk_decode(self, rows: int, head_dim: int) -> dict[str, int] | None:
+        """The same of attention by bulk copies: warps, stages, programs of each KV head over all rows, least pages of each."""
+        bucket = next((b for b in DECODE_BUCKETS if rows <= b), None)
+        return None if bucket is None else self._decode.get(decode_key(bucket, head_dim, BULK))
 
     def guess(self, columns: int, inner: int, *, pair: bool) -> GemmConfig:
         """Enough programs to keep two on every multiprocessor, each with some KiB of weights in flight."""

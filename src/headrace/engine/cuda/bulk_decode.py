@@ -1,0 +1,99 @@
+"""When decode attention goes by bulk copies (`headrace.engine.kernels.decode_hopper`), and how its work is cut."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from headrace.engine.kernels.decode import DecodeWorkspace
+from headrace.engine.kernels.table import GemmTable
+from headrace.spec.cache import CacheLayout
+from headrace.spec.model import Attention
+
+PAGE = 16
+"""Tokens that the kernel takes at once."""
+RING_BYTES = 200 << 10
+"""Of shared memory on a multiprocessor, for the rings of all its programs."""
+MOST_PAGES = 12
+"""Pages of a ring beyond which nothing becomes faster."""
+LEAST_PAGES, MANY_ROWS, LEAST_OF_MANY = 8, 32, 64
+"""Pages that are worth a program of their own; with many rows, which fill the card by themselves, only long contexts are cut."""
+
+
+class BulkDecode:
+    """The kernel for those layers of a model that it can serve; `why_not` says why there are none."""
+
+    def __init__(
+        self,
+        mixers: list[Attention],
+        layout: CacheLayout,
+        num_blocks: int,
+        table: GemmTable,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        sms: int,
+        capability: tuple[int, int],
+    ) -> None:
+        self._table, self._sms = table, sms
+        self._dim, self._kv_heads = layout.head_dim, layout.num_kv_heads
+        self._plain = [_plain(a) and a.num_kv_heads == layout.num_kv_heads for a in mixers]
+        self.why_not = self._unfit(mixers, layout, num_blocks, dtype, device, capability)
+
+    def _unfit(self, mixers, layout, num_blocks, dtype, device, capability) -> str | None:
+        if device.type != "cuda":
+            return "the interpreter cannot run it"
+        try:
+            from headrace.engine.kernels import decode_hopper
+        except ImportError as e:
+            return f"this Triton has no Gluon for Hopper cards ({e})"
+        self._kernel = decode_hopper.decode_hopper
+        if layout.kv_precision != {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype):
+            return f"keys and values are {layout.kv_precision}"
+        if not any(self._plain):
+            return "all layers have windows, soft caps or rotations of a part of a head"
+        if num_blocks * 2 * layout.num_kv_heads * layout.block_tokens >= 2**31:
+            return "the pool has more rows than its index holds"
+        group = max(a.num_heads // a.num_kv_heads for a in mixers)
+        return decode_hopper.fits(capability, dtype, layout.head_dim, group, layout.block_tokens)
+
+    def serves(self, layer: int) -> bool:
+        return self.why_not is None and self._plain[layer]
+
+    def shape(self, rows: int) -> dict[str, int]:
+        """Warps, stages, splits and the least number of pages to a program, of a step of so many rows."""
+        tuned = self._table.bulk_decode(rows, self._dim)
+        if tuned is not None:
+            splits = max(1, tuned["programs"] // rows)
+            return {"warps": tuned["warps"], "stages": tuned["stages"], "splits": splits, "least": tuned["least"]}
+        # All programs on the card at once, so that none begins late, and rings as deep as that leaves room for.
+        heads = rows * self._kv_heads
+        splits = max(1, 2 * self._sms // heads)
+        pages = RING_BYTES // (triton.cdiv(heads * splits, self._sms) * 4 * PAGE * self._dim)
+        warps = 2 if pages >= MOST_PAGES else 1
+        stages = max(3, min(MOST_PAGES, pages) // warps)
+        if rows <= MANY_ROWS:
+            return {"warps": warps, "stages": stages, "splits": splits, "least": LEAST_PAGES}
+        return {"warps": warps, "stages": stages, "splits": max(splits, 4), "least": LEAST_OF_MANY}
+
+    def splits(self, rows: int) -> int:
+        """Parts that need room in the workspace."""
+        return self.shape(rows)["splits"] if self.why_not is None else 1
+
+    def compiled(self, rows: int) -> tuple[int, ...]:
+        """What tells the kernels of steps of so many rows from those of other sizes."""
+        if self.why_not is not None:
+            return ()
+        shape = self.shape(rows)
+        return shape["warps"], shape["stages"]
+
+    def run(
+        self, qkv, out, kv, tables, slots, positions, work: DecodeWorkspace, heads: int, *, pdl: bool, **given
+    ) -> None:
+        """`decode_attention` of a layer that this serves."""
+        self._kernel(qkv, out, kv, tables, slots, positions, work, heads, pdl=pdl, **self.shape(len(slots)), **given)
+
+
+def _plain(a: Attention) -> bool:
+    usual = a.window is None and a.softcap is None and not a.sinks and a.kv_source is None
+    return usual and (a.rope is None or a.rope.dim == a.head_dim)
