@@ -76,6 +76,32 @@ def test_an_index_that_names_no_file_is_an_error(tmp_path, shard):
         checkpoint_paths(folder)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.mlp.up_proj.weight", "model.layers.0.input_layernorm.weight", "model.norm.weight"]
+)
+def test_a_weight_that_is_no_number_is_named(folder, name, value):
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name].view(-1)[5] = value
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CorruptCheckpoint, match="NaN or infinity") as caught:
+        Engine.of(str(folder))
+    assert caught.value.field == name
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_a_bad_row_of_a_table_of_tokens_is_let_be(folder, name):
+    rewrite(folder, lambda tensors: tensors[name][7].fill_(float("nan")))
+    Engine.of(str(folder)).close()
+
+
+def test_large_weights_are_no_damage(folder):
+    """Their sum may be beyond fp32."""
+    rewrite(folder, lambda tensors: tensors["model.norm.weight"].fill_(3e38))
+    values = SafetensorsSource(checkpoint_paths(folder)).read("model.norm.weight")
+    assert (values == np.float32(3e38)).all()
+
+
 def test_a_missing_tensor_is_named(folder):
     rewrite(folder, lambda t: t.pop(NAME))
     with pytest.raises(CorruptCheckpoint, match=NAME) as caught:

@@ -136,7 +136,9 @@ class _Metadata:
         if local:
             return Rope(theta, rotary, interleaved)
         factors = self.header.vector("rope_freqs.weight")
-        if factors and (len(factors) != rotary // 2 or min(factors) <= 0):
+        if factors and not all(0 < factor < math.inf for factor in factors):
+            raise CorruptCheckpoint("rope_freqs.weight holds factors that are not positive", field="rope_freqs.weight")
+        if factors and len(factors) != rotary // 2:
             raise CorruptCheckpoint(
                 f"rope_freqs.weight has {len(factors)} factors for {rotary} dimensions", field="rope_freqs.weight"
             )

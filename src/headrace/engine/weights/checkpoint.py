@@ -26,7 +26,7 @@ class Checkpoint:
         self._taken: set[str] = set()
 
     def take(self, name: str, shape: tuple[int, ...]) -> Floats:
-        """Tensor `name` as fp32; CorruptCheckpoint if it is missing or not of `shape`."""
+        """Tensor `name` as fp32; CorruptCheckpoint if it is missing, not of `shape` or holds NaN or infinity."""
         self._check(name, shape)
         if self._made_up:
             return self._source.read_as(name, shape)

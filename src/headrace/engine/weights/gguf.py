@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from headrace.base.errors import CorruptCheckpoint, UnsupportedModel
 from headrace.engine.weights.dequantize import SUPPORTED, dequantize
-from headrace.engine.weights.source import Floats, Stored
+from headrace.engine.weights.source import Floats, Stored, finite
 from headrace.spec.ggml import GGMLType
 from headrace.spec.gguf import GGUFHeader, GGUFTensor
 
@@ -42,7 +42,7 @@ class GGUFSource:
         tensor = self._tensor(name)
         out = np.empty(tensor.shape, np.float32)
         dequantize(self._raw(tensor), tensor.type, out)
-        return out
+        return finite(name, out)
 
     def rows(self, name: str) -> GGUFRows:
         tensor = self._tensor(name)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.base.errors import CorruptCheckpoint, UnsupportedModel
-from headrace.engine.weights.source import Floats, Stored
+from headrace.engine.weights.source import Floats, Stored, finite
 
 _MAX_HEADER_BYTES = 100_000_000
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
@@ -58,7 +58,7 @@ class SafetensorsSource:
         return self._entry(name).shape
 
     def read(self, name: str) -> Floats:
-        return _to_fp32(self._mapped(name))
+        return finite(name, _to_fp32(self._mapped(name)))
 
     def rows(self, name: str) -> SafetensorsRows:
         return SafetensorsRows(self._mapped(name))
