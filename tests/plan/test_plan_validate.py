@@ -10,7 +10,7 @@ import pytest
 
 from headrace.base.errors import InvalidInput
 from headrace.plan.calibration import CalibrationSet, key_of, shipped
-from headrace.plan.deployment import Inputs
+from headrace.plan.deployment import Inputs, resolve
 from headrace.plan.points import ANSWER_COLUMNS, INPUT_COLUMNS, read_points
 from headrace.plan.validate import predict_point, validate
 
@@ -98,13 +98,40 @@ def test_predictions_take_inputs_only():
 def test_a_row_of_the_calibration_is_scored_without_its_family(points):
     calibration = shipped()
     point = next(p for p in points if p.kind == "perf" and p.answers.tpot_ms)
-    assert calibration.rows[key_of(point.inputs)] == point.family
+    assert calibration.rows[key_of(resolve(point.inputs))] == point.family
     for family, fold in calibration.folds.items():
         assert not [g for g in fold.calibration.effects if g.startswith(f"{family}|")]
         assert not [c for c in fold.calibration.runs if c.startswith(f"{family}|")]
     blind = predict_point("perf", point.inputs, 1, calibration)
     seeing = predict_point("perf", point.inputs, 1, msgspec.structs.replace(calibration, rows={}))
     assert blind.tpot_ms != seeing.tpot_ms
+
+
+def test_a_row_of_the_calibration_is_known_by_what_it_names(points):
+    change = msgspec.structs.replace
+    point = next(p for p in points if p.inputs.model == "meta-llama/Llama-3.1-8B-Instruct" and p.answers.tpot_ms)
+    asked = point.inputs
+    spelt = change(
+        asked,
+        model="llama-3.1-8b",
+        gpu=resolve(asked).gpu.id,
+        engine=resolve(asked).engine,
+        engine_version=f"v{asked.engine_version}",
+        weights=resolve(asked).weights,
+        memory_fraction=0.8,
+    )
+    assert spelt != asked
+    assert key_of(resolve(spelt)) == key_of(resolve(asked)) in shipped().rows
+    assert predict_point("perf", change(spelt, memory_fraction=None), 1) == predict_point("perf", asked, 1)
+    new = {key_of(resolve(change(asked, **other))) for other in ({"isl": 999}, {"concurrency": 7}, {"engine": "vllm"})}
+    assert not new & shipped().rows.keys()
+    # What somebody plans for oneself is no published run: it profits from all that was measured.
+    assert key_of(resolve(change(asked, concurrency_scope="instance"))) not in shipped().rows
+
+
+def test_the_shipped_calibration_knows_its_rows(points):
+    used = [p for p in points if p.kind == "perf" and not (p.unknown_model or p.unknown_gpu or p.unreadable)]
+    assert {key_of(resolve(p.inputs)): p.family for p in used} == shipped().rows
 
 
 def test_unknown_models_are_listed_not_counted(points):
@@ -121,6 +148,10 @@ def test_a_file_without_a_column_is_refused(tmp_path):
     assert caught.value.field == "model"
     with pytest.raises(InvalidInput, match="cannot read"):
         read_points(tmp_path / "nowhere.csv")
+    broken.write_text('id,kind,model,gpu\n1,perf,llama-3.1-8b,"H100\n' + "2,perf,llama-3.1-8b,H100\n" * 8000)
+    with pytest.raises(InvalidInput, match=r"broken\.csv cannot be read as a table, at line \d+") as caught:
+        read_points(broken)
+    assert caught.value.remedy
 
 
 @pytest.mark.parametrize("form", ["crlf", "bom", "order", "extra", "semicolons", "tabs", "capitals", "breaks", "gap"])

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.base.files import write_atomic
-from headrace.plan.deployment import Deployment, Inputs
+from headrace.plan.deployment import Deployment
 from headrace.plan.neighbours import Run
 
 METRICS = ("ttft", "tpot", "throughput")
@@ -74,7 +74,7 @@ class Fold(msgspec.Struct, frozen=True):
 class CalibrationSet(msgspec.Struct, frozen=True):
     """Everything a fit leaves behind.
 
-    `rows`: hashes of the inputs of every point used, with its family. Such a point is scored with the fold that left its
+    `rows`: hashes (`key_of`) of every point used, with its family. Such a point is scored with the fold that left its
     family out, so that no score is ever taken on a row that the model saw. `families`: family|engine pairs that were measured.
     Intervals: `near` for a load of a measured cell (a campaign at one tensor-parallel size), `seen` for another cell of a
     measured family, engine and card, `unseen` for anything else.
@@ -109,9 +109,18 @@ def group_names(family: str, d: Deployment) -> tuple[str, ...]:
     )
 
 
-def key_of(inputs: Inputs) -> str:
-    """A stable hash of a question."""
-    return hashlib.sha256(msgspec.json.encode(inputs)).hexdigest()[:16]
+def key_of(d: Deployment) -> str:
+    """A stable hash of the run that a question is about: what is served on what, cut how, under which load.
+
+    It is made from resolved names, so that a run is recognised under another spelling and with a memory setting that its row
+    leaves out. A question of one's own (`concurrency_scope` "instance") is no published run.
+    """
+    i = d.inputs
+    version = i.engine_version.strip().lower().removeprefix("v")
+    layout = (i.n_gpus, d.layout.tp, d.layout.pp, d.layout.dp, d.layout.ep)
+    load = (i.isl, i.osl, i.concurrency, i.concurrency_scope, i.draft_tokens)
+    run = (d.model.id, d.gpu.id, d.engine, version, *layout, d.weights, *load)
+    return hashlib.sha256(msgspec.json.encode(run)).hexdigest()[:16]
 
 
 @cache

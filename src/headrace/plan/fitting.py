@@ -466,6 +466,6 @@ def calibrate(points: Sequence[Point], cell_folds: int = 5, run_folds: int = 5) 
         seen=tier(t, by_cell, everything),
         unseen=unseen,
         folds=folds,
-        rows={key_of(p.inputs): p.family for p in t.points},
+        rows={key_of(resolve(p.inputs)): p.family for p in t.points},
         families=sorted({f"{p.family}|{k[0]}" for p, k in zip(t.points, (t.keys[i] for i in t.key_of), strict=True)}),
     )

@@ -48,8 +48,8 @@ class Performance(msgspec.Struct, frozen=True):
 def perf(inputs: Inputs, calibration: CalibrationSet | None = None) -> Performance:
     """Predict one run. A run that the calibration was fitted on is predicted as if its model family had never been measured."""
     chosen = calibration or shipped()
-    family = chosen.rows.get(key_of(inputs))
     d = resolve(inputs)
+    family = chosen.rows.get(key_of(d))
     if family is not None and family in chosen.folds:
         fold = chosen.folds[family]
         return predict(d, fold.calibration, fold.tier, "fitted")

@@ -103,12 +103,20 @@ def read_points(path: Path) -> list[Point]:
         raise InvalidInput(f"{path.name} is not UTF-8 text: {error.reason}", field="points") from None
     head = text.partition("\n")[0]
     rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=head.count))
-    rows.fieldnames = [name.strip().lower() for name in rows.fieldnames or ()]
+    try:
+        rows.fieldnames = [name.strip().lower() for name in rows.fieldnames or ()]
+        listed = list(rows)
+    except csv.Error as error:
+        raise InvalidInput(
+            f"{path.name} cannot be read as a table, at line {rows.line_num}: {error}",
+            field="points",
+            remedy="give a file of comma-separated values, with every quotation mark closed",
+        ) from None
     missing = [name for name in REQUIRED_COLUMNS if name not in rows.fieldnames]
     if missing:
         raise InvalidInput(f"{path.name} has no column {missing[0]!r}", field=missing[0])
     points = []
-    for number, row in enumerate(rows, start=2):
+    for number, row in enumerate(listed, start=2):
         given = {name: (row.get(name) or "").strip() for name in INPUT_COLUMNS}
         given["id"] = given["id"] or f"row {number}"
         measured = {name: (row.get(name) or "").strip() for name in ANSWER_COLUMNS}

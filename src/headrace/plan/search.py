@@ -21,7 +21,6 @@ from headrace.spec.sharding import Layout
 from headrace.spec.workload import Preset, Slo
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-_RAISED = "set the engine's limit of sequences higher than its default"
 Pin = Literal["latency", "batch", "context"]
 
 
@@ -64,7 +63,8 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A deployment that meets every service level, at its best batch."""
+    """A deployment that meets every service level, at its best batch. `max_num_seqs`: the limit of sequences that the engine has
+    to be given, if its default is too low."""
 
     gpu: str
     gpus: int
@@ -77,6 +77,7 @@ class Candidate(msgspec.Struct, frozen=True):
     kv: str
     concurrency: int
     max_users: int
+    max_num_seqs: int | None
     ttft_ms: Figure
     tpot_ms: Figure
     output_tokens_per_s_per_gpu: Figure
@@ -141,12 +142,18 @@ def rank(need: Need, calibration: CalibrationSet | None = None) -> Ranking:
         )
     candidates.sort(key=_order)
     unpriced = sorted({c.gpu for c in candidates if c.usd_per_million_output_tokens is None})
+    priced = sorted({c.gpu for c in candidates} - set(unpriced) - set(need.prices))
+    limits = sorted({c.max_num_seqs for c in candidates if c.max_num_seqs is not None})
     notes += trained_context_note(find_model(need.model).spec, need.isl + need.osl)
     if unpriced:
         notes.append(f"no price is known for {', '.join(unpriced)}: ranked last, by throughput; give one with --price")
-    of_all = {w for c in candidates for w in c.notes if w.startswith(("price of", _RAISED))}
-    notes.extend(sorted(of_all))
+    notes += [warning for gpu in priced if (warning := hardware.find(gpu).price_warning()) is not None]
+    notes += [_raised(limit, need.min_users) for limit in limits]
     return Ranking(need, tuple(candidates), tuple(rejected), tuple(notes))
+
+
+def _raised(limit: int, users: int) -> str:
+    return f"set the engine's limit of sequences higher than its default, {limit} for {users} at once"
 
 
 def _check(need: Need) -> None:
@@ -257,7 +264,7 @@ def _candidate(need: Need, d: Deployment, memory: Fit, batch: int, p: Performanc
         # $/M output carries the whole bill; of it prompts are charged the share of time that they take.
         prompts = into.value * need.isl / (out.value * need.osl)
         cost = query_cost(into.value, out.value * max(0.0, 1.0 - prompts), need.isl, need.osl, need.turns)
-    raised = () if d.inputs.max_num_seqs is None else (f"{_RAISED}, {d.max_num_seqs} for {need.min_users} at once",)
+    raised = () if d.inputs.max_num_seqs is None else (_raised(d.max_num_seqs, need.min_users),)
     size = None
     if need.rate_rps is not None:
         rate = p.output_tokens_per_s_per_gpu.value * d.inputs.n_gpus
@@ -274,6 +281,7 @@ def _candidate(need: Need, d: Deployment, memory: Fit, batch: int, p: Performanc
         kv=d.kv,
         concurrency=batch,
         max_users=memory.max_users,
+        max_num_seqs=d.inputs.max_num_seqs,
         ttft_ms=p.ttft_ms,
         tpot_ms=p.tpot_ms,
         output_tokens_per_s_per_gpu=p.output_tokens_per_s_per_gpu,

@@ -12,7 +12,7 @@ import msgspec
 from headrace.base.errors import HeadraceError
 from headrace.base.units import GIB
 from headrace.plan.calibration import CalibrationSet, key_of, shipped
-from headrace.plan.deployment import Inputs
+from headrace.plan.deployment import Inputs, resolve
 from headrace.plan.fit import fit
 from headrace.plan.perf import perf
 from headrace.plan.points import Point, read_points
@@ -77,7 +77,8 @@ def validate(points: Sequence[Point], calibration: CalibrationSet | None = None)
     report["unknown_gpus"] = sorted({p.unknown_gpu for p in points if p.unknown_gpu})
     report["unknown_rows"] = len(points) - len(known)
     report["unanswered"] = [{"id": p.id, "error": q.error} for p, q in zip(known, predicted, strict=True) if q.error]
-    report["cross_validated_rows"] = sum(1 for p in known if p.kind != "memory" and key_of(p.inputs) in chosen.rows)
+    answered = (p for p, q in zip(known, predicted, strict=True) if p.kind != "memory" and not q.error)
+    report["cross_validated_rows"] = sum(key_of(resolve(p.inputs)) in chosen.rows for p in answered)
     worst.sort(key=lambda entry: -entry["error"])
     report["worst"] = worst[:15]
     return report
