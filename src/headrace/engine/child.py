@@ -1,7 +1,7 @@
 """The engine process: `python -m headrace.engine.child '{json}'`, started and supervised by `engine.process`.
 
-It connects to its parent, makes the core, says `Ready` (or `Failed`) and runs the step loop. It ends when it is told
-to, when the loop cannot go on, or at once when its parent is gone.
+It makes the core, says `Ready` (or `Failed`) to its parent and runs the step loop. It ends when it is told to, when the
+loop cannot go on, or at once when its parent is gone.
 """
 
 from __future__ import annotations
@@ -11,19 +11,18 @@ import importlib
 import logging
 import os
 import select
-import shutil
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
-import zmq
 
 from headrace.base.clock import SystemClock
 from headrace.base.errors import HeadraceError
-from headrace.control.api import Failed, FromEngine, Ready, ToEngine
+from headrace.control.api import Failed, FromEngine, Ready, Shutdown, ToEngine
+from headrace.engine.channel import Line
 from headrace.engine.loop import EngineLoop
 from headrace.spec.config import EngineConfig
 
@@ -33,35 +32,27 @@ log = logging.getLogger("headrace.engine")
 class Orders(msgspec.Struct, frozen=True):
     """What a parent tells its engine process on the command line.
 
-    `core`: `module:function` that makes an `EngineCore` from an `EngineConfig`. `folder`: the private folder of the
-    sockets, removed by whoever of the two is left.
+    `core`: `module:function` that makes an `EngineCore` from an `EngineConfig`. `socket`: the descriptor, inherited, over
+    which the two talk.
     """
 
     config: EngineConfig
     core: str
-    to_engine: str
-    from_engine: str
-    folder: str
+    socket: int
     parent_pid: int
     log_level: str = "INFO"
 
 
-class SocketInbox:
-    """Messages from the parent. `fileno` wakes nothing by itself: waiting is ZeroMQ's poll, which sleeps."""
+class LineInbox:
+    """Messages from the parent; one that has hung up counts as a `Shutdown`."""
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self._socket = socket
+    def __init__(self, line: Line) -> None:
+        self._line = line
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
 
     def receive(self, wait_s: float | None) -> list[ToEngine]:
-        if wait_s != 0:
-            self._socket.poll(None if wait_s is None else max(1, int(wait_s * 1000)))
-        messages: list[ToEngine] = []
-        while True:
-            try:
-                messages.append(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
-            except zmq.Again:
-                return messages
+        messages = [self._decoder.decode(message) for message in self._line.receive(wait_s)]
+        return [*messages, Shutdown()] if self._line.ended else messages
 
 
 def load_core(path: str) -> Callable[[EngineConfig], object]:
@@ -86,20 +77,13 @@ def main(argv: list[str]) -> int:
     )
     threading.Thread(target=_follow_parent, args=(orders,), name="follow-parent", daemon=True).start()
 
-    context = zmq.Context()
-    outbox: zmq.Socket[bytes] = context.socket(zmq.PUSH)
-    # No high-water mark: the loop must never wait for its reader, and the reader only sorts messages into streams.
-    outbox.set(zmq.SNDHWM, 0)
-    outbox.set(zmq.LINGER, 2000)
-    outbox.connect(orders.from_engine)
-    inbox: zmq.Socket[bytes] = context.socket(zmq.PULL)
-    inbox.set(zmq.RCVHWM, 0)
-    inbox.set(zmq.LINGER, 0)
-    inbox.bind(orders.to_engine)
+    parent = socket.socket(fileno=orders.socket)
+    parent.set_inheritable(False)
+    line = Line(parent)
     encoder = msgspec.msgpack.Encoder()
 
     def emit(message: FromEngine) -> None:
-        outbox.send(encoder.encode(message))
+        line.send(encoder.encode(message))
 
     code = 1
     try:
@@ -110,7 +94,7 @@ def main(argv: list[str]) -> int:
         EngineLoop(
             core.scheduler,
             core.executor,
-            SocketInbox(inbox),
+            LineInbox(line),
             emit,
             clock=SystemClock(),
             overlap=orders.config.overlap,
@@ -121,9 +105,7 @@ def main(argv: list[str]) -> int:
         if not isinstance(error, HeadraceError):
             log.exception("the engine cannot go on")
         emit(failure(error))
-    outbox.close()
-    inbox.close()
-    context.term()
+    line.close(linger_s=2.0)
     return code
 
 
@@ -135,7 +117,6 @@ def _follow_parent(orders: Orders) -> None:
     while True:
         readable, _, _ = select.select([sys.stdin], [], [], 2.0)
         if (readable and not os.read(sys.stdin.fileno(), 1)) or os.getppid() != orders.parent_pid:
-            shutil.rmtree(Path(orders.folder), ignore_errors=True)
             os._exit(3)
 
 

@@ -6,18 +6,15 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
+import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
-import zmq
 
 from headrace.base import errors
 from headrace.base.errors import EngineDead, HeadraceError, InvalidInput
@@ -38,6 +35,7 @@ from headrace.control.api import (
     ToEngine,
 )
 from headrace.control.request import Request
+from headrace.engine.channel import Frames, framed
 from headrace.engine.child import Orders
 from headrace.engine.endings import REFUSALS, ending
 from headrace.engine.streams import outputs_of
@@ -46,6 +44,7 @@ from headrace.spec.config import EngineConfig
 log = logging.getLogger("headrace.engine")
 
 DEFAULT_CORE = "headrace.engine.launch:launch"
+_LAST_WORDS_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +168,7 @@ class EngineProcessClient:
         child = _Child(self.config, self._core, self._receive)
         try:
             async with asyncio.timeout(self._rules.start_timeout_s):
+                await child.connect()
                 await asyncio.wait([child.ready, child.exited], return_when=asyncio.FIRST_COMPLETED)
             if not child.ready.done():
                 raise child.failure(f"the engine process ended with code {child.exited.result()} while starting")
@@ -263,8 +263,8 @@ class _Flight(msgspec.Struct):
         self.sink(Output(self.request.request_id, finish=ending(self.request, self.tokens, reason, error)))
 
 
-class _Child:
-    """One engine process with its sockets. `ready` and `exited` are futures of the loop it was made on."""
+class _Child(asyncio.Protocol):
+    """One engine process and this end of its channel. `ready` and `exited` are futures of the loop it was made on."""
 
     def __init__(self, config: EngineConfig, core: str, receive: Callable[[StepOutputs], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -272,44 +272,39 @@ class _Child:
         self._failed: Failed | None = None
         self.ready: asyncio.Future[EngineInfo] = self._loop.create_future()
         self.exited: asyncio.Future[int] = self._loop.create_future()
-        self._folder = _socket_folder()
-        # A folder only this user may enter keeps others from talking to the engine.
-        to_engine, from_engine = f"ipc://{self._folder}/to", f"ipc://{self._folder}/from"
-        self._context = zmq.Context()
-        self._in: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
-        self._out: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
-        for socket in (self._in, self._out):
-            socket.set(zmq.LINGER, 0)
-            socket.set(zmq.RCVHWM, 0)
-            socket.set(zmq.SNDHWM, 0)
-        self._in.bind(from_engine)
-        self._out.connect(to_engine)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self._frames = Frames()
+        self._transport: asyncio.Transport | None = None
+        self._hung_up = False
+        self._code: int | None = None
+        self._socket, theirs = socket.socketpair()
         orders = Orders(
             config=config,
             core=core,
-            to_engine=to_engine,
-            from_engine=from_engine,
-            folder=str(self._folder),
+            socket=theirs.fileno(),
             parent_pid=os.getpid(),
             log_level=logging.getLevelName(log.getEffectiveLevel()),
         )
         # Not multiprocessing: it would import the caller's main module again. stdin is the line that tells the child
         # that this process is gone.
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "headrace.engine.child", msgspec.json.encode(orders).decode()],
-            stdin=subprocess.PIPE,
-        )
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "headrace.engine.child", msgspec.json.encode(orders).decode()],
+                stdin=subprocess.PIPE,
+                pass_fds=[theirs.fileno()],
+            )
         self.pid = self._process.pid
-        self._loop.add_reader(self._in.FD, self._drain)
         threading.Thread(target=self._wait, name=f"wait-{self.pid}", daemon=True).start()
+
+    async def connect(self) -> None:
+        """Begin to listen; nothing is lost that the process says before."""
+        self._transport, _ = await self._loop.create_unix_connection(lambda: self, sock=self._socket)
 
     def send(self, message: ToEngine) -> None:
         """Queue a message; never blocks. To a dead process it goes nowhere."""
-        if not self._out.closed:
-            with contextlib.suppress(zmq.Again):
-                self._out.send(self._encoder.encode(message), zmq.NOBLOCK)
+        if self._transport is not None and not self._hung_up:
+            self._transport.write(framed(self._encoder.encode(message)))
 
     def failure(self, otherwise: str) -> HeadraceError:
         """What the process said about its end, as the error it was; `otherwise` if it said nothing."""
@@ -323,35 +318,33 @@ class _Child:
             self._process.kill()
 
     async def dispose(self, patience_s: float) -> None:
-        """Wait `patience_s` for the process to end by itself, then kill it; leaves no process, socket or file behind."""
+        """Wait `patience_s` for the process to end by itself, then kill it; leaves no process or socket behind."""
         done, _ = await asyncio.wait([self.exited], timeout=patience_s) if patience_s > 0 else (set(), set())
         if not done:
             self.kill()
             await asyncio.wait([self.exited])
-        if not self._in.closed:
-            self._loop.remove_reader(self._in.FD)
-            self._in.close()
-            self._out.close()
-            self._context.term()
+        if self._transport is not None:
+            self._transport.abort()
+        else:
+            self._socket.close()
         if self._process.stdin is not None:
             self._process.stdin.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _drain(self) -> None:
-        """Take every message that is there: the descriptor signals only new arrivals, not remaining ones."""
-        while not self._in.closed:
-            try:
-                message = self._decoder.decode(self._in.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return
-            match message:
-                case StepOutputs():
-                    self._receive(message)
+    def data_received(self, data: bytes) -> None:
+        for frame in self._frames.take(data):
+            match self._decoder.decode(frame):
+                case StepOutputs() as outputs:
+                    self._receive(outputs)
                 case Ready(info):
                     if not self.ready.done():
                         self.ready.set_result(info)
-                case Failed():
-                    self._failed = message
+                case Failed() as failed:
+                    self._failed = failed
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._hung_up = True
+        if self._code is not None:
+            self._end()
 
     def _wait(self) -> None:
         code = self._process.wait()
@@ -359,15 +352,13 @@ class _Child:
             self._loop.call_soon_threadsafe(self._on_exit, code)
 
     def _on_exit(self, code: int) -> None:
-        self._drain()  # what it still said comes before its end
+        self._code = code
+        if self._hung_up or self._transport is None:
+            self._end()
+        else:  # what it still said comes before its end; who else might hold its end of the socket is not waited for
+            self._loop.call_later(_LAST_WORDS_S, self._end)
+
+    def _end(self) -> None:
         if not self.exited.done():
-            self.exited.set_result(code)
-
-
-def _socket_folder() -> Path:
-    """A new folder that only this user can enter, with a path short enough for a socket address (107 bytes)."""
-    folder = Path(tempfile.mkdtemp(prefix="headrace-"))
-    if len(bytes(folder)) > 95:
-        folder.rmdir()
-        folder = Path(tempfile.mkdtemp(prefix="headrace-", dir="/tmp"))
-    return folder
+            assert self._code is not None
+            self.exited.set_result(self._code)
