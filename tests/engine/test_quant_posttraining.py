@@ -375,6 +375,18 @@ def test_half_a_journal_line_and_half_a_file_are_written_again(tmp_path):
     assert ours(out, [3, 4, 5]).shape == (2, VOCAB)
 
 
+@pytest.mark.parametrize("line", ["[]", "5", "{}", '{"part": "layer-00000"}', '{"part": 3, "tensors": []}', "\x00"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_journal_that_says_something_else_is_refused(tmp_path, line, first):
+    settings = {"a": 1}
+    Journal(tmp_path, settings).close()
+    written = (tmp_path / JOURNAL).read_text()
+    (tmp_path / JOURNAL).write_text(f"{line}\n" if first else f"{written}{line}\n")
+    with pytest.raises(InvalidInput, match="damaged") as caught:
+        Journal(tmp_path, settings)
+    assert caught.value.field == "out"
+
+
 def test_a_finished_file_that_was_changed_is_named(tmp_path):
     _, folder = tiny_model(tmp_path, "llama", **WIDTHS)
     out = tmp_path / "out"

@@ -12,6 +12,8 @@ from typing import Any
 from headrace.base.errors import InvalidInput
 
 NAME = "quantize.jsonl"
+_PARTS = {"part": str, "tensors": list, "bytes": int, "file_bytes": int}
+"""What every line but the first holds."""
 
 
 class Journal:
@@ -64,11 +66,27 @@ class Journal:
         if len(whole) < len(raw):
             self._file.truncate(len(whole))
         try:
-            return [json.loads(line) for line in whole.splitlines()]
+            lines = [json.loads(line) for line in whole.splitlines()]
         except ValueError as error:
-            raise InvalidInput(f"{NAME} is damaged: {error}", field="out", remedy="give an empty folder") from None
+            raise self._damaged(str(error)) from None
+        if not lines:
+            return []
+        first, *rest = lines
+        if not isinstance(first, dict) or not isinstance(first.get("settings"), dict):
+            raise self._damaged("it does not begin with settings")
+        if not all(isinstance(line, dict) and _PARTS.items() <= _types(line).items() for line in rest):
+            raise self._damaged("a line does not say what was finished")
+        return lines
+
+    def _damaged(self, how: str) -> InvalidInput:
+        self.close()
+        return InvalidInput(f"{NAME} is damaged: {how}", field="out", remedy="give an empty folder")
 
     def _append(self, line: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(line).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
+
+
+def _types(line: Mapping[str, Any]) -> dict[str, type]:
+    return {key: type(value) for key, value in line.items()}
