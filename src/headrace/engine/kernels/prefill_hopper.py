@@ -129,22 +129,28 @@ def _cleared(v_s, inside, BLOCK: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def _advance(
-    q, k_s, v_s, k_full, k_free, v_full, v_free, nothing, acc, top, total, p, at, scale, zero, seen,
+    q, k_s, v_s, k_full, k_free, v_full, v_free, nothing, acc, top, total, weights, shrink, at, scale, zero, seen,
     HALF: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Score block `at` + 1 of keys while block `at` of values is added with its weights p."""
+    """Score block `at` + 1 of keys while block `at` of values is added with its weights, to sums that `shrink` before.
+
+    The sums shrink and the weights are packed while the tensor cores score. Weights go round the loop as fp32: of 16 bits
+    each would be unpacked and packed again, one by one.
+    """
+    p = _operand(weights, acc, v_s.dtype)
     before, before_phase = at % STAGES, (at // STAGES) & 1
     at += 1
     stage = at % STAGES
     mbarrier.wait(k_full.index(stage), (at // STAGES) & 1)
     scoring = warpgroup_mma(q, k_s.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(before), before_phase)
+    acc = _shrunk(acc, shrink)
     adding = warpgroup_mma(p, v_s.index(before), acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scoring])
     mbarrier.arrive(k_free.index(stage))
     if not isinstance(seen, gl.constexpr):
         scores = gl.where(seen, scores, float("-inf"))
-    best = gl.maximum(top, gl.max(scores, 1) * scale)
+    best = gl.maximum(top, _greatest(scores) * scale)
     shrink = gl.exp2(top - best)
     weights = gl.exp2(scores * scale - best[:, None])
     total = total * shrink + gl.sum(weights, 1)
@@ -164,9 +170,27 @@ def _advance(
         )  # fmt: skip
     acc, weights, total = warpgroup_mma_wait(0, deps=[adding, weights, total])
     mbarrier.arrive(v_free.index(before))
-    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
-    p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
-    return acc, best, total, p, at
+    return acc, best, total, weights, shrink, at
+
+
+@gluon.jit
+def _shrunk(acc, shrink):
+    return acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
+
+
+@gluon.jit
+def _operand(weights, acc, kind: gl.constexpr):
+    """Weights as the left operand of their product with values."""
+    WEIGHING: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    return gl.convert_layout(weights.to(kind), WEIGHING)
+
+
+@gluon.jit
+def _greatest(scores):
+    """The greatest of each row, by two chains of comparisons: one after the other they would take twice as long."""
+    a, b = scores.reshape([scores.shape[0], 2, scores.shape[1] // 2]).permute([0, 2, 1]).split()
+    found = gl.max(gl.maximum(a, b), 1)
+    return gl.convert_layout(found, gl.SliceLayout(1, scores.type.layout), assert_trivial=True)
 
 
 @gluon.jit
@@ -178,7 +202,6 @@ def _consume(
     ROWS: gl.constexpr = BLOCK // 2
     scored: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     summed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    weighing: gl.constexpr = gl.DotOperandLayout(0, summed, 2)
     stored: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     m_rel = HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, scored))
     n_rel = gl.arange(0, BLOCK, gl.SliceLayout(0, scored))
@@ -212,31 +235,31 @@ def _consume(
         weights = gl.exp2(scores * scale - top[:, None])
         total = gl.sum(weights, 1)
         acc = gl.zeros([ROWS, D], gl.float32, summed)
-        p = gl.convert_layout(weights.to(out.dtype.element_ty), weighing)
+        shrink = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, scored))
         if ending < BLOCK:
             mbarrier.wait(v_full.index(stage), phase)
             _cleared(v_s.index(stage), ending, BLOCK, D)
         for _ in range(1, own):
-            acc, top, total, p, at = _advance(
-                q, k_s, v_s, k_full, k_free, v_full, v_free, nothing, acc, top, total, p, at, scale, zero, True, HALF, STAGES
+            acc, top, total, weights, shrink, at = _advance(
+                q, k_s, v_s, k_full, k_free, v_full, v_free, nothing, acc, top, total, weights, shrink, at, scale, zero, True, HALF, STAGES
             )  # fmt: skip
         # The last block of cached keys comes first and may be ragged.
         for _ in range(ragged):
             there = (n_rel < start - (old - 1) * BLOCK)[None, :]
-            acc, top, total, p, at = _advance(
-                q, k_s, v_s, k_full, k_free, v_full, v_free, nothing, acc, top, total, p, at, scale, zero, there, HALF, STAGES
+            acc, top, total, weights, shrink, at = _advance(
+                q, k_s, v_s, k_full, k_free, v_full, v_free, nothing, acc, top, total, weights, shrink, at, scale, zero, there, HALF, STAGES
             )  # fmt: skip
         first, last = 0, old
         if SPLIT:
             first, last = part * old // parts, (part + 1) * old // parts
         for _ in range(first + 1, last):
-            acc, top, total, p, at = _advance(
-                q, k_s, v_s, k_full, k_free, v_full, v_free, nothing, acc, top, total, p, at, scale, zero, True, HALF, STAGES
+            acc, top, total, weights, shrink, at = _advance(
+                q, k_s, v_s, k_full, k_free, v_full, v_free, nothing, acc, top, total, weights, shrink, at, scale, zero, True, HALF, STAGES
             )  # fmt: skip
         mbarrier.arrive(q_free)
         stage = at % STAGES
         mbarrier.wait(v_full.index(stage), (at // STAGES) & 1)
-        acc = warpgroup_mma(p, v_s.index(stage), acc)
+        acc = warpgroup_mma(_operand(weights, acc, v_s.dtype), v_s.index(stage), _shrunk(acc, shrink))
         mbarrier.arrive(v_free.index(stage))
         at += 1
         acc = acc / gl.convert_layout(total, gl.SliceLayout(1, summed))[:, None]
