@@ -45,6 +45,7 @@ from headrace.engine.kernels.quantized import (
     quantized_gemm,
 )
 from headrace.engine.kernels.table import (
+    BULK,
     DECODE_BUCKETS,
     STREAMED_AS,
     GemmTable,
@@ -518,6 +519,8 @@ _DECODE_KINDS = (
     (32, 2, 4), (32, 2, 6), (128, 4, 2),
 )  # fmt: skip
 """Keys at once, warps, stages of decode attention."""
+_BULK_KINDS = ((1, 6), (1, 5), (1, 4), (1, 3), (2, 6), (2, 4), (2, 3), (4, 3))
+"""Warps and stages of decode attention by bulk copies."""
 
 
 def measure_decode(
@@ -530,7 +533,14 @@ def measure_decode(
     heads, kv_heads, dim, block = a.num_heads, a.num_kv_heads, a.head_dim, 16
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     turns = torch.rand(16384, dim, device=device)
-    pdl = torch.cuda.get_device_capability(device) >= (9, 0)
+    capability = torch.cuda.get_device_capability(device)
+    pdl = capability >= (9, 0)
+    no_bulk = "no Gluon"
+    if has_gluon():
+        from headrace.engine.kernels.decode_hopper import decode_hopper
+        from headrace.engine.kernels.decode_hopper import fits as bulk_fits
+
+        no_bulk = bulk_fits(capability, torch.bfloat16, dim, heads // kv_heads, block)
     entries = {}
     for bucket in buckets:
         # Many rows have contexts of all lengths, as in a batch of requests, the longest first.
@@ -585,8 +595,44 @@ def measure_decode(
         entries[decode_key(bucket, dim)] = {
             "block_n": kind[0], "num_warps": kind[1], "stages": kind[2], "splits": split, "min_chunk": chunk,
         }  # fmt: skip
+        if no_bulk is None:
+
+            def bulk(way, split, least, context, pools=pools, rest=(qkv, out, table, slots, work, lengths)) -> None:
+                qkv, out, table, slots, work, lengths = rest
+                at = lengths[context] - 1
+                for kv in pools:
+                    decode_hopper(
+                        qkv, out, kv, table, slots, at, work, heads, scale=dim**-0.5, cos_sin=turns, rope_dim=dim,
+                        splits=split, least=least, warps=way[0], stages=way[1], pdl=pdl,
+                    )  # fmt: skip
+
+            entries[decode_key(bucket, dim, BULK)] = _fastest_bulk(bulk, rows, sorted(splits), contexts, layers, report)
         pools.clear()
     return entries
+
+
+def _fastest_bulk(launch, rows, splits, contexts, layers, report) -> dict[str, int]:
+    """The entry of decode attention by bulk copies: of all ways, programs and least pages, those of the least time."""
+
+    def compile_way(way) -> None:
+        torch.cuda.set_device(torch.cuda.current_device())
+        launch(way, 1, 4, contexts[0])
+
+    with ThreadPoolExecutor(12 if separate_launchers() else 1) as threads:
+        list(threads.map(compile_way, _BULK_KINDS))
+    torch.cuda.synchronize()
+    timed = []
+    # Many rows fill the card by themselves: then only long contexts are cut.
+    leasts = (4, 8) if rows <= 32 else (64,)
+    for way, split, least in itertools.product(_BULK_KINDS, splits, leasts):
+        us = [graph_us(lambda c=c: launch(way, split, least, c), layers, 5) for c in contexts]  # noqa: B023
+        timed.append((sum(us), us, way, split, least))
+    timed.sort()
+    for total, us, way, split, least in timed[:3]:
+        report(f"attention of {rows} rows by bulk copies: {total:.1f} us = {[round(u, 1) for u in us]} up to {contexts}: "
+               f"warps, stages {way}, splits {split}, at least {least} pages")  # fmt: skip
+    _, _, way, split, least = timed[0]
+    return {"warps": way[0], "stages": way[1], "programs": rows * split, "least": least}
 
 
 def write_table(

@@ -11,6 +11,7 @@ import torch
 import triton
 
 from headrace.engine.backend import Limits
+from headrace.engine.cuda.bulk_decode import BulkDecode
 from headrace.engine.cuda.flashinfer import FlashInfer, Planned
 from headrace.engine.cuda.library import Library
 from headrace.engine.cuda.pool import KVPool
@@ -146,13 +147,16 @@ class Decoder:
         ropes = list(dict.fromkeys(a.rope for a in self._mixers if a.rope is not None))
         self._turns = {r: rotation_rows(r, limits.max_model_len, device) for r in ropes}
         self._no_turn = torch.zeros(limits.max_model_len, 2, device=device)
+        self.bulk = BulkDecode(
+            self._mixers, layout, limits.num_blocks, table, dtype, device, sms=sms, capability=capability
+        )
         group = max(a.num_heads // a.num_kv_heads for a in self._mixers)
         self._work = DecodeWorkspace(
             self.rows,
             layout.num_kv_heads,
             group,
             layout.head_dim,
-            lambda n: max(self.splits(n), OWN_SPLITS + PREFIX_SPLITS),
+            lambda n: max(self.splits(n), self.bulk.splits(n), OWN_SPLITS + PREFIX_SPLITS),
             device,
         )
         self._prefill_work = PrefillWorkspace(
@@ -274,11 +278,11 @@ class Decoder:
         products: list[object] = []
         if self.fused(rows):
             products = list(self._fused_configs(rows))
-        return (*products, self._head_config(rows), *self._decode_shape(rows).values())
+        return (*products, self._head_config(rows), *self.decode_kernel(rows))
 
     def decode_kernel(self, rows: int) -> tuple[int, ...]:
         """What tells the kernels of decode attention of so many rows from those of other sizes."""
-        return tuple(self._decode_shape(rows).values())
+        return (*self._decode_shape(rows).values(), *self.bulk.compiled(rows))
 
     def greedy_pdl(self, rows: int, step: DeviceStep) -> bool:
         """Whether the choice after a decode step may be launched before the head has ended."""
@@ -537,8 +541,13 @@ class Decoder:
             if (planned := step.planned) is not None:
                 parts.append(lambda: planned.run(i, qkv, out, kv))
             return parts
-        if n:
-            given = {"cos_sin": turn, "rope_dim": rope_dim, **norms} if alone else {}
+        given = {"cos_sin": turn, "rope_dim": rope_dim, **norms} if alone else {}
+        if n and not cascade and self.bulk.serves(i):
+            parts.append(lambda: self.bulk.run(
+                qkv[:n], out[:n], kv, tables, step.slots[:n], step.positions[:n], self._work, a.num_heads,
+                scale=rules["scale"], pdl=pdl and n == rows, **given,
+            ))  # fmt: skip
+        elif n:
             if cascade:
                 given |= {"firsts": step.firsts, "tiles": step.prefix_tiles, "prefix_splits": PREFIX_SPLITS}
                 coded = kv.dtype == torch.int16

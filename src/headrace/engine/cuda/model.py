@@ -237,7 +237,14 @@ class CudaModel:
             tiles = "warp-specialized (Hopper)"
             if decoder.why_not_hopper is not None:
                 tiles = f"plain tiles, since {decoder.why_not_hopper}"
-            return [f"attention: headrace's own kernels ({why})", f"attention of long prompts: {tiles}"]
+            steps = "bulk copies (Hopper)"
+            if decoder.bulk.why_not is not None:
+                steps = f"plain loads, since {decoder.bulk.why_not}"
+            return [
+                f"attention: headrace's own kernels ({why})",
+                f"attention of long prompts: {tiles}",
+                f"attention of decode steps: {steps}",
+            ]
         begin = time.perf_counter()
         decoder.planner = flashinfer.FlashInfer(
             self.spec, layout, _DTYPES[self._computed], self._device, rows=decoder.rows, sms=sms,
