@@ -344,3 +344,28 @@ def test_balancing_attention_replicas_delays_the_first_token_only():
     assert held.tpot_s == free.tpot_s
     assert any("held back" in note for note in perf(run).notes)
     assert traffic(resolve(msgspec.structs.replace(run, engine="sglang"))).loop.held_steps == 0.0
+
+
+def test_equal_requests_march_in_step_where_prompts_go_first():
+    asked = Inputs(model="qwen3-32b", gpu="h100-sxm-80", n_gpus=4, engine="sglang", isl=2048, osl=256, concurrency=64)
+    change = msgspec.structs.replace
+    drawn, equal = perf(asked), perf(change(asked, equal_lengths=True))
+    assert any("march in step" in note for note in equal.notes)
+    assert equal.tpot_ms == drawn.tpot_ms
+    assert equal.output_tokens_per_s == drawn.output_tokens_per_s
+    t = traffic(resolve(asked))
+    e = efficiency({}, "sglang", "hopper", "bf16")
+    before, after = (closed_loop(replace(t.loop, marching=m), t.peaks, e) for m in (0.0, 1.0))
+    waited = after.ttft_s - before.ttft_s
+    # Half of the others' prompts, with the own step's, in place of those that were ahead.
+    assert (63 + t.loop.prompts - 1) / 2 * before.prompt_s == pytest.approx(
+        waited + before.ttft_s - before.alone_s - e.prompt_s - before.decode_s / 2
+    )
+    assert waited > 0
+    assert (after.tpot_s, after.cycle_s) == (before.tpot_s, before.cycle_s)
+    assert equal.ttft_ms.value > 2 * drawn.ttft_ms.value
+    for other in ({"mixed_chunk": True}, {"concurrency": 1}, {"engine": "vllm"}):
+        assert perf(change(asked, equal_lengths=True, **other)).ttft_ms == perf(change(asked, **other)).ttft_ms
+    assert any("change nothing" in n for n in perf(change(asked, equal_lengths=True, engine="vllm")).notes)
+    with pytest.raises(InvalidInput, match="mixed chunks"):
+        perf(change(asked, engine="vllm", mixed_chunk=True))

@@ -58,7 +58,7 @@ def test_errors_are_no_worse_than_reported(scores):
     # Cross-validated by family; docs/planner.md says which families miss the targets.
     assert scores["tpot"]["mape"] < 0.20
     assert scores["tpot"]["median"] < 0.15
-    assert scores["ttft"]["mape"] < 0.38
+    assert scores["ttft"]["mape"] < 0.35
     assert scores["cross_validated_rows"] > 300
 
 
@@ -276,3 +276,26 @@ def test_cells_as_people_write_them_and_one_that_cannot_be_read(tmp_path):
     assert (scored["ttft"]["n"], scored["ttft"]["answered"]) == (3, 2)
     assert [u["id"] for u in scored["unanswered"]] == [spoilt["id"]]
     assert "isl must be a number, got '1000-2000'" in scored["unanswered"][0]["error"]
+
+
+@pytest.mark.parametrize(
+    ("version", "isl", "osl", "extra", "marches"),
+    [
+        ("0.5.1.post1", 2048, 128, "", True),
+        ("v0.5.2", 1000, 100, "", True),
+        ("0.5.1.post1", 2048, 128, "enable_mixed_chunk", False),
+        ("0.5.6.post2", 2048, 128, "", False),
+        ("nightly-dev", 2048, 128, "", False),
+        ("0.5.1", 1024, 8192, "", False),
+    ],
+)
+def test_campaigns_say_whether_requests_march_in_step(tmp_path, version, isl, osl, extra, marches):
+    from headrace.plan.workload import traffic
+
+    path = tmp_path / "points.csv"
+    path.write_text(
+        "kind,model,gpu,tp,n_gpus,engine,engine_version,isl,osl,concurrency,extra_input\n"
+        f"perf,qwen3-32b,h100_sxm,2,2,sglang,{version},{isl},{osl},16,{extra}\n"
+    )
+    (point,) = read_points(path)
+    assert traffic(resolve(point.inputs)).loop.marching == marches

@@ -91,6 +91,12 @@ def perf(
     concurrency: Annotated[int | None, typer.Option(help="requests in flight; default: as many as fit")] = None,
     acceptance: ACCEPTANCE = 0.7,
     prefix_hit_rate: HITS = 0.0,
+    equal_lengths: Annotated[
+        bool, typer.Option("--equal-lengths", help="all prompts and all answers have exactly these lengths")
+    ] = False,
+    mixed_chunk: Annotated[
+        bool, typer.Option("--mixed-chunk", help="sglang: it decodes in steps that prefill (its --enable-mixed-chunk)")
+    ] = False,
     price: PRICE = None,
     sensitivity: Annotated[
         bool, typer.Option("--sensitivity", help="also say what moves the price of a token")
@@ -108,6 +114,8 @@ def perf(
         concurrency=concurrency,
         acceptance=acceptance,
         prefix_hit_rate=prefix_hit_rate,
+        equal_lengths=equal_lengths,
+        mixed_chunk=mixed_chunk,
         gpu_price_usd_h=price,
     )
     found = plan_perf(inputs)

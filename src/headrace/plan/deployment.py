@@ -28,6 +28,8 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
     the checkpoint's and the engine's default. `memory_fraction`, `max_*`: None means the engine's own default.
     `concurrency`: requests in flight in a closed loop; None means as many as fit (an offline queue). Published runs often
     do not say whether it is per instance ("unstated"): then more than twice what one instance holds counts as spread.
+    `equal_lengths`: all prompts and all answers are equally long, as load generators send them that are told no spread.
+    `mixed_chunk`: the engine decodes in steps that prefill, where that is a choice (SGLang, off by default).
     """
 
     model: str
@@ -56,6 +58,8 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hit_rate: float = 0.0
     gpu_price_usd_h: float | None = None
     concurrency_scope: Literal["instance", "unstated"] = "instance"
+    equal_lengths: bool = False
+    mixed_chunk: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +179,12 @@ def _check(inputs: Inputs) -> None:
         )
     if inputs.draft_tokens < 0:
         raise InvalidInput(f"draft_tokens must not be negative, got {inputs.draft_tokens}", field="draft_tokens")
+    if inputs.mixed_chunk and engine_facts.find(inputs.engine).id != "sglang":
+        raise InvalidInput(
+            f"mixed chunks are a choice of sglang's; {inputs.engine} has none",
+            field="mixed_chunk",
+            remedy="leave it out",
+        )
     if not 0 <= inputs.acceptance < 1:
         raise InvalidInput(f"acceptance must be in [0, 1), got {inputs.acceptance}", field="acceptance")
     if not 0 <= inputs.prefix_hit_rate < 1:

@@ -127,7 +127,7 @@ def table(points: Sequence[Point]) -> Table:
     names = sorted(set(keys))
     named = [group_names(p.family, d) for p, d in zip(chosen, deployments, strict=True)]
     groups = sorted({g for names_of in named for g in names_of})
-    counts = ("prompts", "running", "waiting", "osl", "replicas_in_step", "tokens_per_step", "held_steps")
+    counts = ("prompts", "running", "waiting", "osl", "replicas_in_step", "tokens_per_step", "held_steps", "marching")
 
     def column(values: Sequence[float | None]) -> Array:
         return np.array([math.nan if v is None else float(v) for v in values])

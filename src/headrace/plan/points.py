@@ -59,6 +59,13 @@ ANSWER_COLUMNS = (
     "tpot_ms",
 )
 
+SPREAD_LENGTHS = {1024, 8192}
+"""Prompts and answers of InferenceX, whose lengths its benchmark draws (`--random-range-ratio`). Other campaigns in public tables
+send equal lengths (AIPerf with `--isl-stddev 0`, as aiconfigurator's benchmark scripts call it)."""
+MIXES_SINCE = (0, 5, 3)
+"""SGLang in those campaigns: aiconfigurator's launch commands switch mixed chunks on, but misspell the option in those for 0.5.1
+(`--enable-mix-chunk` in `sglang/cli_args.0.5.1.post1.j2`, `--enable-mixed-chunk` from 0.5.3.post2 on)."""
+
 UNSTATED_CONTEXT = 2048
 """A run whose longest context is not stated counts as fitting when a request of this many tokens does."""
 
@@ -169,6 +176,9 @@ def inputs_of(given: Mapping[str, str]) -> Inputs:
     version = given["engine_version"]
     if not version and (named := re.search(r"\d+\.\d+\.\d+", given["engine"])):
         version = named[0]
+    equal = not {integer("isl"), integer("osl")} <= SPREAD_LENGTHS
+    engine = _engine(given["engine"])
+    told = "enable_mixed_chunk" in cells or (equal and not _before(version, MIXES_SINCE))
     return Inputs(
         model=given["model"],
         gpu=given["gpu"],
@@ -177,7 +187,7 @@ def inputs_of(given: Mapping[str, str]) -> Inputs:
         pp=pp,
         dp=dp,
         ep=ep,
-        engine=_engine(given["engine"]),
+        engine=engine,
         engine_version=version,
         weights=given["weight_dtype"] or "auto",
         kv=given["kv_dtype"] or "auto",
@@ -193,7 +203,15 @@ def inputs_of(given: Mapping[str, str]) -> Inputs:
         draft_tokens=integer("mtp_draft_tokens") or 0,
         eager="enforce_eager" in cells,
         chunked_prefill=cells.get("chunked_prefill") != "off",
+        equal_lengths=equal,
+        mixed_chunk=told and "sglang" in engine.lower(),
     )
+
+
+def _before(version: str, bound: tuple[int, ...]) -> bool:
+    """Whether a stated version is older; one that is not three numbers is taken for new."""
+    numbers = re.match(r"v?(\d+)\.(\d+)\.(\d+)", version.strip())
+    return numbers is not None and tuple(map(int, numbers.groups())) < bound
 
 
 def _gpus(stated: int | None, tp: int, pp: int, dp: int, ep: int) -> int:

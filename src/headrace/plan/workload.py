@@ -19,6 +19,9 @@ BALANCE_STEPS = {"tensorrt-llm": 50.0}
 """With attention replicas: steps for which the scheduler holds a prompt back until every replica has one to prefill
 (the default of TensorRT-LLM's `attention_dp_config.timeout_iters`; the balance itself is assumed on, its default is off)."""
 
+PREFILL_FIRST = ("sglang",)
+"""Engines that prefill all waiting prompts before they decode on, unless told otherwise (SGLang's `--enable-mixed-chunk`)."""
+
 COMPUTE = ("bf16", "fp16", "fp8", "fp4", "int8")
 
 
@@ -77,6 +80,11 @@ def traffic(d: Deployment) -> Traffic:
     held_steps = BALANCE_STEPS.get(d.engine, 0.0) if d.layout.dp > 1 else 0.0
     if held_steps:
         notes.append(f"prompts are taken to be held back for {held_steps:g} steps to balance the attention replicas")
+    marching = d.engine in PREFILL_FIRST and d.inputs.equal_lengths and not d.inputs.mixed_chunk and per_replica > 1
+    if d.inputs.equal_lengths and d.engine not in PREFILL_FIRST and d.inputs.concurrency_scope == "instance":
+        notes.append(f"equal lengths change nothing here: {d.engine} decodes in steps that prefill")
+    if marching:
+        notes.append("requests of equal length march in step, as prompts go first: each waits for half of the others")
     drafts = d.inputs.draft_tokens
     stages = d.layout.pp
     in_flight = min(stages, per_replica)
@@ -99,6 +107,7 @@ def traffic(d: Deployment) -> Traffic:
         replicas_in_step=float(d.layout.dp),
         tokens_per_step=expected_tokens(d.inputs.acceptance, drafts),
         held_steps=held_steps,
+        marching=float(marching),
     )
     compute = compute_precision(d.weights, units(d.gpu))
     return Traffic(loop, peaks(d.gpu, compute), m, running, waiting, fits, tuple(notes))
