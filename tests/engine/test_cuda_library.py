@@ -11,7 +11,7 @@ import torch
 from test_cuda_steps import TOLERANCE, engine
 from test_models_logits import VOCAB, dense, reference, tiny_model
 
-from headrace.engine.cuda.library import Library
+from headrace.engine.cuda.library import CutProduct, Library, LibraryProduct
 from headrace.engine.kernels.table import LibraryTable
 
 ON_GPU = kernel_device.ON_GPU
@@ -131,7 +131,12 @@ def test_named_algorithms_are_found_and_forgotten_in_turn():
     probe = Library(LibraryTable(), torch.bfloat16, device)
     (algorithm, *_) = probe.product(256, 1024, 512).proposals()
     table = LibraryTable()
-    table.add({"version": probe.version, "products": {"2048x1024x512": {"algorithm": algorithm, "parts": 1}}})
+    (of_half, *_) = probe.product(256, 512, 512, stride=1024).proposals()
+    entries = {
+        "320x1024x512": {"algorithm": of_half, "parts": 1, "cut": 512, "rest": of_half},
+        "2048x1024x512": {"algorithm": algorithm, "parts": 1},
+    }
+    table.add({"version": probe.version, "products": entries})
     library = Library(table, torch.bfloat16, device)
     assert library.why_not is None
     w = kernel_device.randn(1024, 512, dtype=torch.bfloat16)
@@ -141,6 +146,7 @@ def test_named_algorithms_are_found_and_forgotten_in_turn():
         assert product is not None
         out = torch.empty(rows, 1024, dtype=torch.bfloat16, device=device)
         product.run(x, w, out)
+        assert type(product) is (CutProduct if rows <= 320 else LibraryProduct)
     assert kernel_device.gap(out, x.double() @ w.double().t()) < 5e-3
     assert library.find(x[:, :256], w[:, :256]) is None
 

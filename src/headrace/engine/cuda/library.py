@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import OrderedDict
+from collections.abc import Mapping
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from typing import Any
 
@@ -46,16 +47,18 @@ def load() -> Any:
 
 
 class LibraryProduct:
-    """out = x w' for fixed sizes: x [rows, inner], w [columns, inner], out [rows, columns], all contiguous.
+    """out = x w' for fixed sizes: x [rows, inner] and w [columns, inner] contiguous, rows of out [rows, columns] `stride` apart.
 
     With `parts` out is [parts, rows, columns], each part the product over its share of the inner dimension.
     """
 
     def __init__(
-        self, library: Any, handle: c_void_p, work: torch.Tensor, rows: int, columns: int, inner: int, parts: int, kind: int
+        self, library: Any, handle: c_void_p, work: torch.Tensor, rows: int, columns: int, inner: int, parts: int,
+        stride: int, kind: int,
     ) -> None:  # fmt: skip
         self._library, self._handle, self._work, self.parts = library, handle, work, parts
         self._sizes = (rows, columns, inner)
+        self._stride = stride
         self._alpha, self._beta = c_float(1.0), c_float(0.0)
         self._algorithm = (c_uint64 * 8)()
         self._operation = c_void_p()
@@ -65,7 +68,7 @@ class LibraryProduct:
         # The library's matrices are stored by columns, so its A is w, its B is x and its D is out, each transposed.
         self._w = self._layout(kind, part, columns, inner, part)
         self._x = self._layout(kind, part, rows, inner, part)
-        self._out = self._layout(kind, columns, rows, columns, rows * columns)
+        self._out = self._layout(kind, columns, rows, stride, rows * stride)
 
     def _call(self, name: str, *arguments: Any) -> None:
         if status := getattr(self._library, f"cublasLt{name}")(*arguments):
@@ -111,9 +114,9 @@ class LibraryProduct:
         assert x.shape == (rows, inner)
         assert w.shape == (columns, inner)
         assert out.numel() == self.parts * rows * columns
+        assert out.stride(-2) == self._stride
         assert x.is_contiguous()
         assert w.is_contiguous()
-        assert out.is_contiguous()
         self._alpha.value, self._beta.value = scale, float(add)
         target = c_void_p(out.data_ptr())
         self._call(
@@ -129,6 +132,25 @@ class LibraryProduct:
         self._call("MatmulDescDestroy", self._operation)
 
 
+class CutProduct:
+    """A product as two, of the first columns and of the rest, each by an algorithm of its own."""
+
+    parts = 1
+
+    def __init__(self, first: LibraryProduct, rest: LibraryProduct, cut: int) -> None:
+        self._first, self._rest, self._cut = first, rest, cut
+
+    def run(
+        self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, add: bool = False
+    ) -> None:
+        self._first.run(x, w[: self._cut], out[:, : self._cut], scale=scale, add=add)
+        self._rest.run(x, w[self._cut :], out[:, self._cut :], scale=scale, add=add)
+
+    def close(self) -> None:
+        self._first.close()
+        self._rest.close()
+
+
 def _text(algorithm: Any) -> str:
     return "".join(f"{word:016x}" for word in algorithm)
 
@@ -139,7 +161,7 @@ class Library:
     def __init__(self, table: LibraryTable, dtype: torch.dtype, device: torch.device) -> None:
         self._table = table
         self._kind = _TYPES.get(dtype)
-        self._made: OrderedDict[tuple[int, int, int, int], LibraryProduct | None] = OrderedDict()
+        self._made: OrderedDict[tuple[int, int, int], LibraryProduct | CutProduct | None] = OrderedDict()
         self._handle = c_void_p()
         self.version = 0
         self.why_not = self._open(dtype, device)
@@ -177,7 +199,7 @@ class Library:
         """(rows at most, parts) of the products that `find` gives in parts."""
         return [] if self.why_not is not None else self._table.in_parts(columns, inner)
 
-    def find(self, x: torch.Tensor, w: torch.Tensor, *, parts: bool = False) -> LibraryProduct | None:
+    def find(self, x: torch.Tensor, w: torch.Tensor, *, parts: bool = False) -> LibraryProduct | CutProduct | None:
         """The product of x and w if an algorithm is named for it that works; `parts`: whether it may come in parts."""
         if self.why_not is not None:
             return None
@@ -185,18 +207,30 @@ class Library:
         entry = self._table.entry(rows, columns, inner)
         if entry is None or (entry["parts"] > 1 and not parts) or not (x.is_contiguous() and w.is_contiguous()):
             return None
-        key = (rows, columns, inner, entry["parts"])
+        key = (rows, columns, inner)
         if key in self._made:
             self._made.move_to_end(key)
             return self._made[key]
-        made = self.product(*key)
-        self._made[key] = made if made.take(entry["algorithm"]) else None
+        self._made[key] = self.made(rows, columns, inner, entry)
         if len(self._made) > _KEPT and (old := self._made.popitem(last=False)[1]) is not None:
             old.close()
         return self._made[key]
 
-    def product(self, rows: int, columns: int, inner: int, parts: int = 1) -> LibraryProduct:
+    def made(self, rows: int, columns: int, inner: int, entry: Mapping[str, Any]) -> LibraryProduct | CutProduct | None:
+        """The product that an entry of the table describes; None if it cannot be computed so."""
+        cut = entry.get("cut")
+        if cut is None:
+            product = self.product(rows, columns, inner, entry["parts"])
+            return product if product.take(entry["algorithm"]) else None
+        first = self.product(rows, cut, inner, stride=columns)
+        rest = self.product(rows, columns - cut, inner, stride=columns)
+        fits = first.take(entry["algorithm"]) and rest.take(entry["rest"])
+        return CutProduct(first, rest, cut) if fits else None
+
+    def product(self, rows: int, columns: int, inner: int, parts: int = 1, stride: int = 0) -> LibraryProduct:
         """A product without an algorithm yet (`LibraryProduct.take`)."""
         assert inner % parts == 0
         assert self._kind is not None
-        return LibraryProduct(self._library, self._handle, self._work, rows, columns, inner, parts, self._kind)
+        return LibraryProduct(
+            self._library, self._handle, self._work, rows, columns, inner, parts, stride or columns, self._kind
+        )

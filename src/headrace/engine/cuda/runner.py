@@ -581,7 +581,10 @@ class Runner:
             if ends:
                 arrays["last_tiles"] = np.array(ends, np.int32)
             if sampled:
-                arrays |= {"picked": np.array(picked, np.int32), "sample": np.array(sample, np.int32)}
+                # In a size of decode steps: the library's kernels for it are loaded, which otherwise waits for the device.
+                count = int(self._sizes[np.searchsorted(self._sizes, len(sampled))])
+                arrays |= {"picked": np.zeros(count, np.int32), "sample": np.full(count, -1, np.int32)}
+                arrays["picked"][: len(picked)], arrays["sample"][: len(sample)] = picked, sample
         wanted = self._plan_sampling(step, row_slots, [c.sample for _, c in sampled], arrays)
         arrays |= self._change_arrays(plan, appended)
         meta = self.metadata.send(arrays)
@@ -600,7 +603,6 @@ class Runner:
             )  # fmt: skip
             logits = self._decoder.run(device_step, self._bad_rows[: base + room], head=bool(sampled))
             if sampled:
-                count = len(sampled)
                 greedy(logits, self._out[0, :count], self._out[1, :count], self._decoder.last_ids, meta["sample"])
         step.bad_rows = to_host(self._bad_rows[: base + room])
         self._sample(step, self._decoder.logits[: len(sampled)], wanted, meta)

@@ -36,7 +36,8 @@ class LibraryTable:
     """Which algorithm of cuBLASLt multiplies, by rows, columns and inner dimension (`headrace.engine.cuda.library`).
 
     Entries have `algorithm`, its eight words in hexadecimal, and `parts` of the inner dimension; None: what the library takes.
-    They count from the next smaller number of rows on. `version`: the library's that they were measured with.
+    With `cut` so many columns are a product of their own, and `rest` is the algorithm of the others. They count from the next
+    smaller number of rows on. `version`: the library's that they were measured with.
     """
 
     def __init__(self) -> None:
