@@ -112,6 +112,7 @@ async def test_B43_every_invalid_streaming_request_is_a_plain_400(served):
         ({"top_k": -2}, "top_k"),
         ({"min_p": 2}, "min_p"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty"),  # no logit survives a division by it
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"n": 0}, "n"),
         ({"n": "2"}, "n"),

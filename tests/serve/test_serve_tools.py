@@ -81,6 +81,14 @@ async def test_recursion_with_a_base_case_works(served, schema):
         ({"response_format": schema_format({"$ref": "#/$defs/gone"})}, "response_format.json_schema.schema"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
         ({"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs.regex"),
+        (
+            {"structured_outputs": {"regex": "((a{100}){100}){100}"}},
+            "structured_outputs.regex",
+        ),  # valid, but too complex
+        (
+            {"structured_outputs": {"json": {"type": "object", "properties": {f"p{i}": {} for i in range(900)}}}},
+            "structured_outputs.json",
+        ),
         ({"structured_outputs": {"grammar": "start: missing"}}, "structured_outputs.grammar"),
         ({"structured_outputs": {"json": {"type": "hiccup"}}}, "structured_outputs.json"),
         (

@@ -9,6 +9,7 @@ Masks are plain numpy data: nothing here knows about torch or logits.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -80,7 +81,35 @@ def _validated(grammar: str, field: str, kind: str) -> str:
     failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, limits=_LIMITS)
     if failed:
         raise InvalidInput(f"this {kind} cannot be used: {messages[0].strip()}", field=field)
+    if (reason := _first_steps(grammar)) is not None:
+        raise InvalidInput(
+            f"this {kind} is too complex to follow: {reason}",
+            field=field,
+            remedy="use shorter repetitions, or fewer optional properties in one object",
+        )
     return grammar
+
+
+def _first_steps(grammar: str, steps: int = 8) -> str | None:
+    """Why the grammar cannot be followed, if that shows within so many bytes; else it would in the middle of an answer."""
+    matcher = llguidance.LLMatcher(_bytes(), grammar, log_level=0, limits=_LIMITS)
+    for _ in range(steps):
+        if matcher.is_error() or matcher.is_stopped():
+            break
+        allowed = unpack_mask(np.frombuffer(matcher.compute_bitmask(), dtype=np.int32), 256)
+        if not allowed.any() or not matcher.consume_token(int(allowed.argmax())):
+            break
+    return _said(matcher) if matcher.is_error() else None
+
+
+@functools.cache
+def _bytes() -> llguidance.LLTokenizer:
+    return llguidance.LLTokenizer("byte")
+
+
+def _said(matcher: llguidance.LLMatcher) -> str:
+    """The first sentence of a matcher's error, without its advice to authors of grammars."""
+    return str(matcher.get_error()).splitlines()[0].split("; consider")[0].strip()
 
 
 class _SchemaProof:
@@ -274,7 +303,7 @@ class GrammarMatcher:
             return
         allowed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
         if self._matcher.is_error():
-            raise InvalidInput(f"grammar: {self._matcher.get_error()}", field="grammar")
+            raise InvalidInput(f"the grammar cannot be followed further: {_said(self._matcher)}", field="grammar")
         row[:] = 0
         count = min(len(row), len(allowed))
         row[:count] = allowed[:count]
@@ -296,4 +325,6 @@ class GrammarMatcher:
             self._ended = True
             return
         if not self._matcher.consume_token(token_id):
+            if self._matcher.is_error():
+                raise InvalidInput(f"the grammar cannot be followed further: {_said(self._matcher)}", field="grammar")
             raise InvalidInput(f"token {token_id} does not continue the grammar", field="grammar")

@@ -41,7 +41,7 @@ class SamplingFields(StrictModel):
     min_p: float | None = Field(None, ge=0, le=1, description="Default 0 (off).")
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=10, description="Default 1 (off).")
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10, description="Default 1 (off).")
     logit_bias: dict[str, LogitBias] | None = Field(None, description="Token id (as a string) to bias.")
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
