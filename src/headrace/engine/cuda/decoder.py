@@ -282,7 +282,8 @@ class Decoder:
 
     def decode_kernel(self, rows: int) -> tuple[int, ...]:
         """What tells the kernels of decode attention of so many rows from those of other sizes."""
-        return (*self._decode_shape(rows).values(), *self.bulk.compiled(rows))
+        plain = not all(self.bulk.serves(i) for i in range(len(self._mixers)))
+        return (*(self._decode_shape(rows).values() if plain else ()), *self.bulk.compiled(rows))
 
     def greedy_pdl(self, rows: int, step: DeviceStep) -> bool:
         """Whether the choice after a decode step may be launched before the head has ended."""

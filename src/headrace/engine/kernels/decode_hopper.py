@@ -390,6 +390,7 @@ def decode_hopper(
     given = _layouts(warps, dim, group_p, kind)
     some = work.lse
     assert rope_dim in (0, dim)
+    assert len(slots) * splits * kv_heads * group_p * dim <= work.partial.numel()
     halves = kv.view(-1, 2, kv_heads * block_tokens, 2, dim // 2).transpose(2, 3)
     cached = TensorDescriptor.from_tensor(halves, [1, 2, 2, PAGE.value, dim // 2], given["PAGED"])
     _decode_hopper[(kv_heads, len(slots), splits)](
