@@ -3,7 +3,7 @@
 MODEL may be a folder with nothing but a configuration (weights are drawn then). Each kind of step is captured once a table and
 replayed in turns, so that all see the same clock and the same contexts (random keys and values); one JSON line a step. TABLES
 maps a name to entries as in `kernels/configs` (null: the library); without it the shipped table stands beside one without
-warp-specialized entries.
+warp-specialized entries. With `library`, the first of the tables, the library also chooses its algorithms itself.
 """
 
 from __future__ import annotations
@@ -80,10 +80,17 @@ def main(model: str, given: str | None) -> None:
     tables = {"library": library}
     for name, own in (json.loads(Path(given).read_text()) if given else {"shipped": entries}).items():
         tables[name] = library | own
+    why_not = decoder.library.why_not
+    report(algorithms=decoder.library.note())
+
+    def take(name: str) -> None:
+        decoder._table._entries = tables[name]
+        decoder.library.why_not = "switched off" if name == "library" else why_not
+
     assert separate_launchers()
     seen: set[object] = set()
-    for table in tables.values():
-        decoder._table._entries = table
+    for name in tables:
+        take(name)
         jobs: list[Callable[[], None]] = []
         for rows, context, _ in STEPS:
             kind, kernels = decoder.decode_kernel(rows), decoder.kernels_of(rows)
@@ -94,8 +101,8 @@ def main(model: str, given: str | None) -> None:
             list(pool.map(one_job, jobs))
     for rows, context, shared in STEPS:
         step, graphs, logits = step_of(decoder, rows, context, shared), {}, {}
-        for name, table in tables.items():
-            decoder._table._entries = table
+        for name in tables:
+            take(name)
             decoder.run(step)
             logits[name] = decoder.run(step).clone()
             graphs[name] = torch.cuda.CUDAGraph()
