@@ -171,7 +171,7 @@ void add_layer(PyModel& m, const nb::dict& d) {
 }
 
 void set_kv(PyModel& m, Bytes pool, int type, int slots, int64_t blocks, int block_tokens, int kv_heads, int head_dim, int value_dim, int groups) {
-  require(type >= 0 && type <= 4, "kv type: unknown");
+  require(type >= 0 && type <= 5, "kv type: unknown");
   require(type != 4 || block_tokens % kKeyGroup == 0, "block_tokens: 4-bit keys need a multiple of 32");
   require(block_tokens % 16 == 0 && block_tokens > 0 && block_tokens <= kMostHeads, "block_tokens: not a multiple of 16");
   require(kv_heads > 0 && kv_heads <= kMostHeads && slots > 0 && slots <= kMostHeads && groups > 0 && groups <= kMostHeads, "kv_heads, slots, groups: out of range");
@@ -324,7 +324,7 @@ NB_MODULE(_native, mod) {
   nb::set_leak_warnings(false);
   mod.def("kernels", [] {
     nb::list names;
-    for (const Kernels* k : {kernels_avx512(), kernels_avxvnni(), kernels_avx2(), kernels_neon(), kernels_scalar()})
+    for (const Kernels* k : kernel_sets())
       if (k != nullptr && select_kernels(k->name) != nullptr) names.append(k->name);
     return names;
   }, "Names of the kernel sets that can run on this machine, best first.");

@@ -2,6 +2,9 @@
 #pragma once
 #include <immintrin.h>
 
+#include <cstdint>
+#include <cstring>
+
 namespace headrace::HR_ISA {
 
 struct F {
@@ -80,6 +83,45 @@ inline void store_s8(int8_t* p, F x) {
   const __m256i ordered = _mm256_permute4x64_epi64(p16, 0xD8);
   _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1)));
 }
+
+// Sixteen pairs of bf16, the lower half first.
+struct P {
+  __m256i a, b;
+};
+inline P load_pairs(const void* p) { return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)}; }
+inline P set_pairs(const void* p) {
+  int32_t pair;
+  std::memcpy(&pair, p, 4);
+  return {_mm256_set1_epi32(pair), _mm256_set1_epi32(pair)};
+}
+inline P mask_pairs(P x, uint32_t mask) {
+  const __m256i m = _mm256_set1_epi32((int32_t)mask);
+  return {_mm256_and_si256(x.a, m), _mm256_and_si256(x.b, m)};
+}
+inline __m256 second(__m256i x) { return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32((int32_t)0xffff0000))); }
+inline __m256 first(__m256i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
+inline F dot2(P x, P y, F z) {
+  z.a = _mm256_fmadd_ps(second(x.a), second(y.a), z.a);
+  z.b = _mm256_fmadd_ps(second(x.b), second(y.b), z.b);
+  return {_mm256_fmadd_ps(first(x.a), first(y.a), z.a), _mm256_fmadd_ps(first(x.b), first(y.b), z.b)};
+}
+inline __m256i bf16_bits(__m256 v) {  // in 32 bits each
+  const __m256i x = _mm256_castps_si256(v), top = _mm256_srli_epi32(x, 16);
+  __m256i r = _mm256_add_epi32(_mm256_add_epi32(x, _mm256_set1_epi32(0x7fff)), _mm256_and_si256(top, _mm256_set1_epi32(1)));
+  r = _mm256_srli_epi32(r, 16);
+  const __m256i none = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+  r = _mm256_blendv_epi8(r, _mm256_or_si256(top, _mm256_set1_epi32(0x40)), none);
+  const __m256i tiny = _mm256_cmpeq_epi32(_mm256_and_si256(x, _mm256_set1_epi32(0x7f800000)), _mm256_setzero_si256());
+  return _mm256_blendv_epi8(r, _mm256_and_si256(top, _mm256_set1_epi32(0x8000)), tiny);
+}
+inline void store_bf16(void* p, F x) {
+  _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(_mm256_packus_epi32(bf16_bits(x.a), bf16_bits(x.b)), 0xD8));
+}
+// x * 2^n where the lowest bits of `n`, taken as an integer, are n.
+inline __m256 add_exponent(__m256 x, __m256 n) {
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(_mm256_castps_si256(n), 23)));
+}
+inline F add_exponent(F x, F n) { return {add_exponent(x.a, n.a), add_exponent(x.b, n.b)}; }
 
 inline float sum_lanes(F a) {
   const __m256 h = _mm256_add_ps(a.a, a.b);

@@ -2,7 +2,10 @@
 #pragma once
 #include <immintrin.h>
 
-namespace headrace::avx512 {
+#include <cstdint>
+#include <cstring>
+
+namespace headrace::HR_ISA {
 
 struct F {
   __m512 v;
@@ -48,6 +51,38 @@ inline F keep_lanes(F a, int lo, int hi, float other) {  // lanes in [lo, hi), `
 }
 inline void store_s8(int8_t* p, F a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a.v))); }
 
+// Sixteen pairs of bf16, the lower half first.
+struct P {
+  __m512i v;
+};
+inline P load_pairs(const void* p) { return {_mm512_loadu_si512(p)}; }
+inline P set_pairs(const void* p) {
+  int32_t pair;
+  std::memcpy(&pair, p, 4);
+  return {_mm512_set1_epi32(pair)};
+}
+inline P mask_pairs(P a, uint32_t mask) { return {_mm512_and_si512(a.v, _mm512_set1_epi32((int32_t)mask))}; }
+#ifdef __AVX512BF16__
+inline F dot2(P a, P b, F c) { return {_mm512_dpbf16_ps(c.v, (__m512bh)a.v, (__m512bh)b.v)}; }
+inline void store_bf16(void* p, F a) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(a.v)); }
+#else
+inline F dot2(P a, P b, F c) {
+  const __m512i high = _mm512_set1_epi32((int32_t)0xffff0000);
+  c.v = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(a.v, high)), _mm512_castsi512_ps(_mm512_and_si512(b.v, high)), c.v);
+  return {_mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(a.v, 16)), _mm512_castsi512_ps(_mm512_slli_epi32(b.v, 16)), c.v)};
+}
+inline void store_bf16(void* p, F a) {
+  const __m512i x = _mm512_castps_si512(a.v), top = _mm512_srli_epi32(x, 16);
+  __m512i r = _mm512_add_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(0x7fff)), _mm512_and_si512(top, _mm512_set1_epi32(1)));
+  r = _mm512_srli_epi32(r, 16);
+  r = _mm512_mask_or_epi32(r, _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), top, _mm512_set1_epi32(0x40));
+  r = _mm512_mask_and_epi32(r, _mm512_testn_epi32_mask(x, _mm512_set1_epi32(0x7f800000)), top, _mm512_set1_epi32(0x8000));
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(r));
+}
+#endif
+// a * 2^n where the lowest bits of `n`, taken as an integer, are n.
+inline F add_exponent(F a, F n) { return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a.v), _mm512_slli_epi32(_mm512_castps_si512(n.v), 23)))}; }
+
 // One fixed reduction tree for every instruction set: halves are added, then halves of what is left.
 inline float sum_lanes(F a) {
   const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
@@ -68,4 +103,4 @@ inline int32_t sum_s8(const int8_t* p) {  // of 16
   return _mm_cvtsi128_si32(s) + _mm_extract_epi16(s, 4) - 16 * 128;
 }
 
-}  // namespace headrace::avx512
+}  // namespace headrace::HR_ISA

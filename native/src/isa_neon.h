@@ -3,8 +3,9 @@
 #include <arm_neon.h>
 
 #include <cstdint>
+#include <cstring>
 
-namespace headrace::neon {
+namespace headrace::HR_ISA {
 
 struct F {
   float32x4_t v[4];
@@ -86,6 +87,41 @@ inline void store_s8(int8_t* p, F x) {
   const int16x8_t high = vcombine_s16(vqmovn_s32(vcvtnq_s32_f32(x.v[2])), vqmovn_s32(vcvtnq_s32_f32(x.v[3])));
   vst1q_s8(p, vcombine_s8(vqmovn_s16(low), vqmovn_s16(high)));
 }
+// Sixteen pairs of bf16, the lower half first.
+struct P {
+  uint32x4_t v[4];
+};
+inline P load_pairs(const void* p) {
+  P r;
+  HR_QUARTERS r.v[i] = vreinterpretq_u32_u8(vld1q_u8((const uint8_t*)p + 16 * i));
+  return r;
+}
+inline P set_pairs(const void* p) {
+  uint32_t pair;
+  std::memcpy(&pair, p, 4);
+  return {{vdupq_n_u32(pair), vdupq_n_u32(pair), vdupq_n_u32(pair), vdupq_n_u32(pair)}};
+}
+inline P mask_pairs(P a, uint32_t mask) { HR_QUARTERS a.v[i] = vandq_u32(a.v[i], vdupq_n_u32(mask)); return a; }
+inline float32x4_t second(uint32x4_t x) { return vreinterpretq_f32_u32(vandq_u32(x, vdupq_n_u32(0xffff0000u))); }
+inline float32x4_t first(uint32x4_t x) { return vreinterpretq_f32_u32(vshlq_n_u32(x, 16)); }
+inline F dot2(P a, P b, F c) {
+  HR_QUARTERS c.v[i] = vfmaq_f32(vfmaq_f32(c.v[i], second(a.v[i]), second(b.v[i])), first(a.v[i]), first(b.v[i]));
+  return c;
+}
+inline void store_bf16(void* p, F a) {
+  HR_QUARTERS {
+    const uint32x4_t x = vreinterpretq_u32_f32(a.v[i]), top = vshrq_n_u32(x, 16);
+    uint32x4_t r = vshrq_n_u32(vaddq_u32(vaddq_u32(x, vdupq_n_u32(0x7fff)), vandq_u32(top, vdupq_n_u32(1))), 16);
+    r = vbslq_u32(vceqq_f32(a.v[i], a.v[i]), r, vorrq_u32(top, vdupq_n_u32(0x40)));
+    r = vbslq_u32(vtstq_u32(x, vdupq_n_u32(0x7f800000)), r, vandq_u32(top, vdupq_n_u32(0x8000)));
+    vst1_u16((uint16_t*)p + 4 * i, vmovn_u32(r));
+  }
+}
+// a * 2^n where the lowest bits of `n`, taken as an integer, are n.
+inline F add_exponent(F a, F n) {
+  HR_QUARTERS a.v[i] = vreinterpretq_f32_u32(vaddq_u32(vreinterpretq_u32_f32(a.v[i]), vshlq_n_u32(vreinterpretq_u32_f32(n.v[i]), 23)));
+  return a;
+}
 inline float sum_lanes(F a) {
   const float32x4_t q = vaddq_f32(vaddq_f32(a.v[0], a.v[2]), vaddq_f32(a.v[1], a.v[3]));
   const float32x2_t h = vadd_f32(vget_low_f32(q), vget_high_f32(q));
@@ -106,4 +142,4 @@ inline bool has_nan(F a) {
 inline int32_t sum_s8(const int8_t* p) { return vaddlvq_s8(vld1q_s8(p)); }
 #undef HR_QUARTERS
 
-}  // namespace headrace::neon
+}  // namespace headrace::HR_ISA

@@ -36,6 +36,32 @@ inline F scale2(F a, F n) { HR_LANES a.v[i] = std::isfinite(n.v[i]) ? std::ldexp
 inline F zero_below(F x, float limit, F value) { HR_LANES value.v[i] = x.v[i] < limit ? 0.0f : value.v[i]; return value; }
 inline F keep_lanes(F a, int lo, int hi, float other) { HR_LANES a.v[i] = i >= lo && i < hi ? a.v[i] : other; return a; }
 inline void store_s8(int8_t* p, F a) { HR_LANES { const float x = std::nearbyint(a.v[i]); p[i] = (int8_t)(x > 127 ? 127 : x < -128 ? -128 : x == x ? x : 0); } }
+// Sixteen pairs of bf16, the lower half first.
+struct P {
+  uint32_t v[16];
+};
+inline P load_pairs(const void* p) { P r; std::memcpy(r.v, p, 64); return r; }
+inline P set_pairs(const void* p) { P r; HR_LANES std::memcpy(r.v + i, p, 4); return r; }
+inline P mask_pairs(P a, uint32_t mask) { HR_LANES a.v[i] &= mask; return a; }
+inline F dot2(P a, P b, F c) {
+  HR_LANES {
+    c.v[i] = std::fma(bf16_to_float((uint16_t)(a.v[i] >> 16)), bf16_to_float((uint16_t)(b.v[i] >> 16)), c.v[i]);
+    c.v[i] = std::fma(bf16_to_float((uint16_t)a.v[i]), bf16_to_float((uint16_t)b.v[i]), c.v[i]);
+  }
+  return c;
+}
+inline void store_bf16(void* p, F a) { HR_LANES { const uint16_t h = float_to_bf16(a.v[i]); std::memcpy((uint8_t*)p + 2 * i, &h, 2); } }
+// a * 2^n where the lowest bits of `n`, taken as an integer, are n.
+inline F add_exponent(F a, F n) {
+  HR_LANES {
+    uint32_t x, by;
+    std::memcpy(&x, a.v + i, 4);
+    std::memcpy(&by, n.v + i, 4);
+    x += by << 23;
+    std::memcpy(a.v + i, &x, 4);
+  }
+  return a;
+}
 inline float sum_lanes(F a) {
   for (int w = 8; w > 0; w >>= 1)
     for (int i = 0; i < w; i++) a.v[i] += a.v[i + w];

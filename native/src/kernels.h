@@ -1,5 +1,6 @@
 // The operations that have one implementation per instruction set, as a table of functions chosen once at run time.
 #pragma once
+#include <array>
 #include <cstdint>
 
 #include "packed.h"
@@ -7,7 +8,7 @@
 namespace headrace {
 
 enum class Activation : int { silu = 0, gelu_tanh = 1, gelu = 2, relu = 3, relu2 = 4 };
-enum class KvType : int { f16 = 0, f32 = 1, s8 = 2, e4m3 = 3, u4 = 4 };
+enum class KvType : int { f16 = 0, f32 = 1, s8 = 2, e4m3 = 3, u4 = 4, bf16 = 5 };
 
 // Tokens whose u4 keys share their scales, channel by channel.
 constexpr int kKeyGroup = 32;
@@ -17,6 +18,8 @@ constexpr int kKeyGroup = 32;
 // for keys and one for values, after the codes of all heads; e4m3 has no scales. u4: 16 numbers are 8 bytes, the first eight in
 // the low halves; after the codes of all heads come for each head, by group of kKeyGroup tokens, [head_dim] steps and
 // [head_dim] minima of the keys, then for each head [block_tokens] steps and [block_tokens] minima of the values, fp16.
+// bf16 lies in the pairs that a dot product of two takes: keys [head_dim / 2][block_tokens][2], values [block_tokens / 2][value_dim][2].
+// Queries and weights are rounded to bf16 too. Every kernel set adds a pair's second product first, each with one rounding.
 struct KvPool {
   KvType type = KvType::f16;
   uint8_t* base = nullptr;  // this layer's part of block 0
@@ -24,7 +27,8 @@ struct KvPool {
   int block_tokens = 16, kv_heads = 0, head_dim = 0, value_dim = 0;
 
   int64_t bytes(int64_t numbers) const {
-    return type == KvType::f32 ? 4 * numbers : type == KvType::f16 ? 2 * numbers : type == KvType::u4 ? numbers / 2 : numbers;
+    if (type == KvType::f16 || type == KvType::bf16) return 2 * numbers;
+    return type == KvType::f32 ? 4 * numbers : type == KvType::u4 ? numbers / 2 : numbers;
   }
   int64_t scale_bytes() const {  // of a block
     if (type == KvType::s8) return (int64_t)kv_heads * block_tokens * 4;
@@ -114,7 +118,12 @@ const Kernels* kernels_scalar();
 const Kernels* kernels_avx2();     // null where not compiled in
 const Kernels* kernels_avxvnni();
 const Kernels* kernels_avx512();   // AVX-512 F/BW/VL/DQ + VNNI
+const Kernels* kernels_avx512bf16();  // the same and BF16
 const Kernels* kernels_neon();     // dot product extension
+// Of any machine, the fastest first; null where not compiled in.
+inline std::array<const Kernels*, 6> kernel_sets() {
+  return {kernels_avx512bf16(), kernels_avx512(), kernels_avxvnni(), kernels_avx2(), kernels_neon(), kernels_scalar()};
+}
 
 // Best for this machine, or the one called `name`; null if it cannot run here.
 const Kernels* select_kernels(const char* name);

@@ -5,37 +5,11 @@
 #include <cmath>
 #include <limits>
 
+#include "attention_impl.h"
+#include "exponential.h"
 #include "kernels.h"
 
 namespace headrace::HR_ISA {
-
-// exp of x <= 88 with about 1 ulp of error; 0 below -87, NaN stays NaN. Range reduction by ln 2 in two parts, then a
-// Taylor-like minimax polynomial on [-ln2/2, ln2/2].
-inline F exp_falling(F x) {
-  const F c = max(set1(-87.33654f), x);
-  const F n = round(mul(c, set1(1.44269504088896341f)));
-  F r = fma(n, set1(-0.693359375f), c);
-  r = fma(n, set1(2.12194440e-4f), r);
-  F p = set1(1.9875691500e-4f);
-  p = fma(p, r, set1(1.3981999507e-3f));
-  p = fma(p, r, set1(8.3334519073e-3f));
-  p = fma(p, r, set1(4.1665795894e-2f));
-  p = fma(p, r, set1(1.6666665459e-1f));
-  p = fma(p, r, set1(5.0000001201e-1f));
-  p = fma(p, mul(r, r), add(r, set1(1.0f)));
-  return zero_below(x, -87.33654f, scale2(p, n));
-}
-inline F exp(F x) {  // of any x
-  return exp_falling(sub(zero(), max(set1(-88.37626f), sub(zero(), x))));  // min(88.4, x), NaN kept
-}
-inline float exponential(float x) {
-  float v[16];
-  store(v, exp(set1(x)));
-  return v[0];
-}
-inline F tanh(F x) {  // 1 - 2 / (exp(2x) + 1)
-  return sub(set1(1.0f), div(set1(2.0f), add(exp(add(x, x)), set1(1.0f))));
-}
 
 static void quantize(const float* x, int64_t k, QGroup* out) {
   const int64_t groups = (k + kGroup - 1) / kGroup;
@@ -276,259 +250,6 @@ static void gated(Activation act, float* gate, const float* up, int64_t n) {
 
 // ---- attention
 
-template <KvType T>
-inline F load_kv(const uint8_t* p, int64_t element) {
-  if constexpr (T == KvType::f16) return load_f16(p + element * 2);
-  if constexpr (T == KvType::f32) return load((const float*)p + element);
-  if constexpr (T == KvType::e4m3) return load_e4m3(p + element);
-  if constexpr (T == KvType::u4) return load_u4(p + element / 2);
-  return load_s8(p + element);
-}
-
-// Scores of R (row, head) pairs over B times 16 tokens: few rows need several vectors of tokens in flight, or each product
-// would wait for the one before it.
-template <KvType T, int R, int B>
-static void score_blocks(const uint8_t* const* keys, int block_tokens, int head_dim, const float* const* q, F* s) {
-  for (int i = 0; i < R * B; i++) s[i] = zero();
-  for (int d = 0; d < head_dim; d++) {
-    F k[B];
-    for (int b = 0; b < B; b++) k[b] = load_kv<T>(keys[b], (int64_t)d * block_tokens);
-    for (int r = 0; r < R; r++) {
-      const F v = set1(q[r][d]);
-      for (int b = 0; b < B; b++) s[b * R + r] = fma(k[b], v, s[b * R + r]);
-    }
-  }
-}
-
-// The same for the many pairs of a prompt, whose queries were copied to one place: then a register holds all their addresses.
-template <KvType T, int R>
-static void score_many(const uint8_t* keys, int block_tokens, int head_dim, const float* q, F* s) {
-  F acc[R];
-#pragma GCC unroll 32
-  for (auto& a : acc) a = zero();
-  for (int d = 0; d < head_dim; d++) {
-    const F k = load_kv<T>(keys, (int64_t)d * block_tokens);
-#pragma GCC unroll 32
-    for (int r = 0; r < R; r++) acc[r] = fma(k, set1(q[r * kQueryStride + d]), acc[r]);
-  }
-#pragma GCC unroll 32
-  for (int r = 0; r < R; r++) s[r] = acc[r];
-}
-
-// Scores of R pairs over the 16 tokens whose u4 keys begin at `keys`, of one group with these steps and minima per channel.
-template <int R>
-static void score_coded(const uint8_t* keys, int block_tokens, int head_dim, const float* steps, const float* minima, const float* const* q, F* s) {
-  for (int r = 0; r < R; r++) s[r] = zero();
-  for (int d = 0; d < head_dim; d++) {
-    const F k = fma(load_u4(keys + (int64_t)d * block_tokens / 2), set1(steps[d]), set1(minima[d]));
-    for (int r = 0; r < R; r++) s[r] = fma(k, set1(q[r][d]), s[r]);
-  }
-}
-
-// out[r][dims] = (base[r] + sum over tokens [from, to) of p[r][t] * V[t]) * factor[r] for R rows, N vectors of 16 dims at a
-// time. Each row adds its tokens in ascending order, whoever its mates are; where it does not see a token that they see, its
-// weight is zero, which changes no bit of a finite sum.
-template <KvType T, int R, int N>
-static void mix_rows(const KvPool& kv, const AttentionItem& it, int64_t from, int64_t to, const float* p, const float* base, const float* factor, float* const* out) {
-  const int bt = kv.block_tokens, dv = kv.value_dim;
-  for (int dim = 0; dim < dv; dim += 16 * N) {
-    F acc[R * N];
-#pragma GCC unroll 32
-    for (int i = 0; i < R * N; i++) acc[i] = set1(base[i / N]);
-    for (int64_t t = from; t < to;) {
-      const int64_t block = t / bt;
-      const int64_t end = std::min<int64_t>(to, (block + 1) * bt);
-      const uint8_t* values = kv.values(it.table[block], it.head);
-      if (R <= 4 && end < to && dim == 0) {
-        const uint8_t* next = kv.values(it.table[block + 1], it.head);
-        for (int64_t i = 0; i < kv.bytes((int64_t)bt * dv); i += 64) __builtin_prefetch(next + i);
-      }
-      for (; t < end; t++) {
-        F v[N];
-        for (int n = 0; n < N; n++) v[n] = load_kv<T>(values, (t - block * bt) * dv + dim + n * 16);
-#pragma GCC unroll 32
-        for (int r = 0; r < R; r++) {
-          const F w = set1(p[r * kScoreStride + t]);
-          for (int n = 0; n < N; n++) acc[r * N + n] = fma(w, v[n], acc[r * N + n]);
-        }
-      }
-    }
-#pragma GCC unroll 32
-    for (int r = 0; r < R; r++)
-      for (int n = 0; n < N; n++) store(out[r] + dim + n * 16, mul(acc[r * N + n], set1(factor[r])));
-  }
-}
-
-template <KvType T, int R>
-static void attend(const KvPool& kv, const AttentionItem& it, int first_pair, float* scratch) {
-  const float* q[R];
-  float* out[R];
-  int64_t lo[R], hi[R], own_group[R];  // the group: of u4 keys, that the row lies in
-  int64_t start = std::numeric_limits<int64_t>::max(), stop = 0;
-  for (int r = 0; r < R; r++) {
-    const int row = (first_pair + r) / it.group, h = (first_pair + r) % it.group;
-    const int64_t position = it.first_position + row;
-    q[r] = it.q + row * it.q_stride + (int64_t)h * kv.head_dim;
-    out[r] = it.out + row * it.out_stride + (int64_t)h * kv.value_dim;
-    hi[r] = std::min(position + 1, it.to);
-    own_group[r] = position / kKeyGroup;
-    lo[r] = std::max(it.window > 0 ? std::max<int64_t>(0, position + 1 - it.window) : 0, it.from);
-    if (lo[r] >= hi[r]) lo[r] = hi[r] = it.from;  // this row sees nothing of the segment
-    else {
-      start = std::min(start, lo[r]);
-      stop = std::max(stop, hi[r]);
-    }
-  }
-  if (start > stop) start = stop = it.from;
-  const int bt = kv.block_tokens;
-  const int64_t seen = start;
-  start = start / 16 * 16;
-  float* const scores = scratch - start;  // of row r and token t: scores[r * kScoreStride + t]
-  F top[R];
-  const float minus_inf = -std::numeric_limits<float>::infinity();
-  for (auto& t : top) t = set1(minus_inf);
-  // The scores of 16 tokens from t on: scaled, capped, masked and kept.
-  const auto keep = [&](int64_t t, F* s) {
-    for (int r = 0; r < R; r++) {
-      if constexpr (T == KvType::s8) s[r] = mul(s[r], load_f16(kv.key_scales(it.table[t / bt], it.head) + t % bt));
-      if (it.softcap > 0) s[r] = mul(set1(it.softcap), tanh(mul(s[r], set1(1.0f / it.softcap))));
-      if (t < lo[r] || t + 16 > hi[r]) s[r] = keep_lanes(s[r], (int)(lo[r] - t), (int)std::min<int64_t>(hi[r] - t, 16), minus_inf);
-      store(scores + r * kScoreStride + t, s[r]);
-      top[r] = max(s[r], top[r]);
-    }
-  };
-  const auto keys_at = [&](int64_t t) { return kv.keys(it.table[t / bt], it.head) + kv.bytes(t % bt); };
-  // Blocks lie anywhere, so the hardware does not foresee the next one; few rows would wait for memory at each.
-  const auto foresee = [&](int64_t t) {
-    if (R > 4 || t >= stop) return;
-    const uint8_t* next = kv.keys(it.table[t / bt], it.head);
-    for (int64_t i = 0; i < kv.bytes((int64_t)bt * kv.head_dim); i += 64) __builtin_prefetch(next + i);
-  };
-  if constexpr (T == KvType::u4) {
-    for (int64_t g = start / kKeyGroup; g * kKeyGroup < stop; g++) {
-      bool own = false, coded = false;
-      for (int r = 0; r < R; r++) {
-        own |= g == own_group[r];
-        coded |= g < own_group[r];
-      }
-      float steps[1024], minima[1024];
-      const int32_t block = it.table[g * kKeyGroup / bt];
-      if (coded) {
-        foresee((g + 1) * kKeyGroup);
-        const uint16_t* scales = kv.group_scales(block, (int)(g % (bt / kKeyGroup)), it.head);
-        for (int d = 0; d < kv.head_dim; d += 16) {
-          store(steps + d, load_f16(scales + d));
-          store(minima + d, load_f16(scales + kv.head_dim + d));
-        }
-      }
-      for (int64_t t = std::max(start, g * kKeyGroup); t < std::min(stop, (g + 1) * kKeyGroup); t += 16) {
-        F s[R], o[R];
-        for (auto& x : s) x = zero();
-        if (coded) score_coded<R>(keys_at(t), bt, kv.head_dim, steps, minima, q, s);
-        if (own) {
-          const uint8_t* keys[1] = {(const uint8_t*)(it.own_keys + (g - it.own_first) * it.own_stride + t % kKeyGroup)};
-          score_blocks<KvType::f32, R, 1>(keys, kKeyGroup, kv.head_dim, q, o);
-          for (int r = 0; r < R; r++)
-            if (g == own_group[r]) s[r] = o[r];
-        }
-        keep(t, s);
-      }
-    }
-  } else if constexpr (R > 8) {
-    float* const queries = scratch + R * kScoreStride;
-    for (int r = 0; r < R; r++) std::memcpy(queries + r * kQueryStride, q[r], kv.head_dim * sizeof(float));
-    for (int64_t t = start; t < stop; t += 16) {
-      F s[R];
-      score_many<T, R>(keys_at(t), bt, kv.head_dim, queries, s);
-      keep(t, s);
-    }
-  } else {
-    constexpr int B = R <= 4 ? 4 : 1;
-    int64_t t = start;
-    for (; t + 16 * (B - 1) < stop; t += 16 * B) {
-      const uint8_t* keys[B];
-      for (int b = 0; b < B; b++) {
-        keys[b] = keys_at(t + 16 * b);
-        foresee(t + 16 * (b + B));
-      }
-      F s[R * B];
-      score_blocks<T, R, B>(keys, bt, kv.head_dim, q, s);
-      for (int b = 0; b < B; b++) keep(t + 16 * b, s + b * R);
-    }
-    for (; t < stop; t += 16) {
-      const uint8_t* keys[1] = {keys_at(t)};
-      F s[R];
-      score_blocks<T, R, 1>(keys, bt, kv.head_dim, q, s);
-      keep(t, s);
-    }
-  }
-  float factor[R], base[R];  // base: what a row's u4 values have in common
-  for (int r = 0; r < R; r++) {
-    float* const p = scores + r * kScoreStride;
-    const float m = max_lanes(top[r]);
-    F low = zero();
-    const F mv = set1(m);
-    F sum = zero();
-    // From this row's own first vector on, so that the sum does not depend on the rows beside it.
-    const int64_t first = std::max(start, lo[r] / 16 * 16);
-    int64_t t = start;
-    for (; t < first; t += 16) store(p + t, zero());
-    for (; t < hi[r]; t += 16) {
-      F e = exp_falling(sub(load(p + t), mv));
-      sum = add(sum, e);
-      if constexpr (T == KvType::s8 || T == KvType::u4) {
-        // What lies there for a token that the row does not see may be anyone's, and zero times it not zero.
-        const auto own = [&](F x) {
-          return t < lo[r] || t + 16 > hi[r] ? keep_lanes(x, (int)(lo[r] - t), (int)std::min<int64_t>(hi[r] - t, 16), 0.0f) : x;
-        };
-        const uint16_t* scales = kv.value_scales(it.table[t / bt], it.head) + t % bt;
-        if constexpr (T == KvType::u4) low = add(low, own(mul(e, load_f16(scales + bt))));
-        e = own(mul(e, load_f16(scales)));
-      }
-      store(p + t, e);
-    }
-    for (; t < stop; t += 16) store(p + t, zero());
-    const float total = sum_lanes(sum);
-    base[r] = T == KvType::u4 ? sum_lanes(low) : 0.0f;
-    if (it.partial != nullptr) {
-      float* target = it.partial + (first_pair + r) * it.partial_stride;
-      out[r] = target;
-      target[kv.value_dim] = m;
-      target[kv.value_dim + 1] = total;
-      factor[r] = 1.0f;
-    } else {
-      const float* sink = it.sinks == nullptr ? nullptr : it.sinks + (first_pair + r) % it.group;
-      factor[r] = 1.0f / (sink == nullptr ? total : total + exponential(*sink - m));
-    }
-  }
-  const auto mix = [&](auto rows, auto vectors) {
-    constexpr int M = decltype(rows)::value, N = decltype(vectors)::value;
-    for (int r = 0; r < R; r += M) mix_rows<T, M, N>(kv, it, seen, stop, scores + r * kScoreStride, base + r, factor + r, out + r);
-  };
-  using std::integral_constant;
-  constexpr int few = R > 4 ? 4 : R;
-  if constexpr (R > 8) {
-    if (kv.value_dim % 32 == 0) return mix(integral_constant<int, R / 2>{}, integral_constant<int, 2>{});
-  }
-  if (kv.value_dim % 64 == 0)
-    mix(integral_constant<int, few>{}, integral_constant<int, 4>{});
-  else
-    mix(integral_constant<int, few>{}, integral_constant<int, 1>{});
-}
-
-template <KvType T>
-static void attention_of(const KvPool& kv, const AttentionItem& it, float* scratch) {
-  const int pairs = it.rows * it.group;
-  int i = 0;
-  if constexpr (kManyPairs > 8 && T != KvType::u4)
-    if (kv.head_dim <= kQueryStride)
-      for (; i + kManyPairs <= pairs; i += kManyPairs) attend<T, kManyPairs>(kv, it, i, scratch);
-  for (; i + 8 <= pairs; i += 8) attend<T, 8>(kv, it, i, scratch);
-  for (; i + 4 <= pairs; i += 4) attend<T, 4>(kv, it, i, scratch);
-  for (; i + 3 <= pairs; i += 3) attend<T, 3>(kv, it, i, scratch);
-  for (; i < pairs; i++) attend<T, 1>(kv, it, i, scratch);
-}
-
 static void attention(const KvPool& kv, const AttentionItem& it, float* scratch) {
   switch (kv.type) {
     case KvType::f16: return attention_of<KvType::f16>(kv, it, scratch);
@@ -536,6 +257,7 @@ static void attention(const KvPool& kv, const AttentionItem& it, float* scratch)
     case KvType::s8: return attention_of<KvType::s8>(kv, it, scratch);
     case KvType::e4m3: return attention_of<KvType::e4m3>(kv, it, scratch);
     case KvType::u4: return attention_of<KvType::u4>(kv, it, scratch);
+    case KvType::bf16: return attention_of<KvType::bf16>(kv, it, scratch);
   }
 }
 
@@ -579,6 +301,18 @@ static void store_kv(const KvPool& kv, int64_t block, int offset, const float* k
         for (int i = 0; i < 16; i++) ((uint16_t*)keys)[(d + i) * bt + offset] = half[i];
       }
       for (int d = 0; d < dv; d += 16) store_f16((uint16_t*)values + (int64_t)offset * dv + d, load(vh + d));
+    } else if (kv.type == KvType::bf16) {
+      // Number by number: the other token of a pair may be another thread's.
+      uint16_t *const kp = (uint16_t*)keys + 2 * offset, *const vp = (uint16_t*)values + (int64_t)(offset / 2) * dv * 2 + offset % 2;
+      uint16_t rounded[16];
+      for (int d = 0; d < dk; d += 16) {
+        store_bf16(rounded, load(kh + d));
+        for (int i = 0; i < 16; i += 2) std::memcpy(kp + (int64_t)(d + i) * bt, rounded + i, 4);
+      }
+      for (int d = 0; d < dv; d += 16) {
+        store_bf16(rounded, load(vh + d));
+        for (int i = 0; i < 16; i++) vp[2 * (d + i)] = rounded[i];
+      }
     } else if (kv.type == KvType::e4m3) {
       for (int d = 0; d < dk; d++) keys[d * bt + offset] = float_to_e4m3(kh[d]);
       for (int d = 0; d < dv; d++) values[(int64_t)offset * dv + d] = float_to_e4m3(vh[d]);

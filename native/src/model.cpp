@@ -168,6 +168,7 @@ void Model::attention(const Batch& b, const LayerWeights& l, bool last, const QR
   const int32_t* tables = b.tables + (int64_t)l.group * b.sequences * b.table_width;
   const float limit = kv.type == KvType::f16 || kv.type == KvType::u4 ? 65520.0f
                       : kv.type == KvType::s8                         ? 127.0f * 65504.0f
+                      : kv.type == KvType::bf16                       ? 3.3961776e38f
                                                                       : std::numeric_limits<float>::infinity();  // e4m3 saturates
   // Rotary embedding and the write of this step's keys and values, row by row; attention reads them after the barrier.
   const auto prepare = [&](int64_t r, int64_t seq) {

@@ -164,6 +164,13 @@ inline float bf16_to_float(uint16_t b) {
   std::memcpy(&out, &bits, 4);
   return out;
 }
+inline uint16_t float_to_bf16(float f) {  // round to nearest even; below 2^-126 it is zero, as the instructions that do it have it
+  uint32_t x;
+  std::memcpy(&x, &f, 4);
+  if ((x & 0x7f800000) == 0) return (x >> 16) & 0x8000;
+  if ((x & 0x7fffffff) > 0x7f800000) return (x >> 16) | 0x40;
+  return (x + 0x7fff + ((x >> 16) & 1)) >> 16;
+}
 inline uint16_t read_u16(const uint8_t* p) {
   uint16_t v;
   std::memcpy(&v, p, 2);

@@ -23,7 +23,8 @@ bool runs(const Kernels* k) {
 #else
   if (k == kernels_avxvnni()) return avx2 && __builtin_cpu_supports("avxvnni");
 #endif
-  if (k == kernels_avx512())
+  if (k == kernels_avx512bf16() && !__builtin_cpu_supports("avx512bf16")) return false;
+  if (k == kernels_avx512() || k == kernels_avx512bf16())
     return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
 #elif defined(__aarch64__) && defined(__linux__)
@@ -36,9 +37,8 @@ bool runs(const Kernels* k) {
 }  // namespace
 
 const Kernels* select_kernels(const char* name) {
-  const Kernels* best_first[] = {kernels_avx512(), kernels_avxvnni(), kernels_avx2(), kernels_neon(), kernels_scalar()};
   const bool any = name == nullptr || *name == 0 || std::strcmp(name, "auto") == 0;
-  for (const Kernels* k : best_first)
+  for (const Kernels* k : kernel_sets())
     if (runs(k) && (any || std::strcmp(k->name, name) == 0)) return k;
   return nullptr;
 }

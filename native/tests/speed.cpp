@@ -57,9 +57,10 @@ void products(const Kernels& k, int64_t outputs, int64_t inputs, int64_t rows) {
   std::printf("product %4ld x %4ld, %3ld rows: %.1f GOP/s\n", (long)inputs, (long)outputs, (long)rows, 2e-9 * rows * m.tiles * kTile * inputs / s);
 }
 
-void attention(const Kernels& k, int64_t tokens, bool decode) {
+void attention(const Kernels& k, KvType type, int64_t tokens, bool decode) {
   constexpr int64_t heads = 9, kv_heads = 3, dim = 64, group = heads / kv_heads, chunk = 16, width = dim + 16;
   KvPool kv;
+  kv.type = type;
   kv.kv_heads = kv_heads;
   kv.head_dim = kv.value_dim = dim;
   kv.block_stride = kv.block_tokens * kv_heads * 2 * dim * 2 * 30;  // as if 30 layers shared the block
@@ -98,7 +99,7 @@ void attention(const Kernels& k, int64_t tokens, bool decode) {
     k.attention(kv, a, scratch.data());
   });
   const double flop = 4.0 * heads * dim * (decode ? (double)tokens : 0.5 * tokens * (tokens + 1));
-  std::printf("attention over %4ld tokens, %s: %.3f ms a layer, %.1f GFLOP/s\n", (long)tokens, decode ? "one row" : "all rows", 1e3 * s, 1e-9 * flop / s);
+  std::printf("attention over %4ld tokens of %s, %s: %.4f ms a layer, %.1f GFLOP/s\n", (long)tokens, type == KvType::f16 ? "fp16" : "bf16", decode ? "one row" : "all rows", 1e3 * s, 1e-9 * flop / s);
 }
 
 void rows(const Kernels& k) {
@@ -127,7 +128,8 @@ int main(int argc, char** argv) {
   std::printf("%s\n", k->name);
   for (int64_t count : {1, 4, 8, 16, 64, 512}) products(*k, 960, 576, count);
   for (int64_t count : {8, 64, 512}) products(*k, 576, 1536, count);
-  for (int64_t tokens : {256, 1024})
-    for (bool decode : {false, true}) attention(*k, tokens, decode);
+  for (KvType type : {KvType::f16, KvType::bf16})
+    for (int64_t tokens : {256, 1024})
+      for (bool decode : {false, true}) attention(*k, type, tokens, decode);
   rows(*k);
 }

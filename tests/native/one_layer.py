@@ -10,8 +10,8 @@ import numpy as np
 from headrace.engine.native.memory import buffer
 from headrace.spec.packing import PACKINGS
 
-KV = {"fp16": 0, "fp32": 1, "int8": 2, "fp8": 3, "int4": 4}
-ELEMENT = {"fp16": 2, "fp32": 4, "int8": 1, "fp8": 1, "int4": 0.5}
+KV = {"fp16": 0, "fp32": 1, "int8": 2, "fp8": 3, "int4": 4, "bf16": 5}
+ELEMENT = {"fp16": 2, "fp32": 4, "int8": 1, "fp8": 1, "int4": 0.5, "bf16": 2}
 GROUP = 32
 
 SLOTS = 8
@@ -154,6 +154,8 @@ def stored(x, kv):
     """What the cache makes of vectors [..., dim]."""
     if kv == "fp16":
         return x.astype(np.float16).astype(np.float64)
+    if kv == "bf16":
+        return rounded_to_bf16(x)
     if kv == "int8":
         scale = (np.abs(x).max(-1, keepdims=True) / 127).astype(np.float16).astype(np.float64)
         return np.clip(np.rint(x / np.where(scale > 0, scale, 1)), -128, 127) * scale
@@ -163,6 +165,11 @@ def stored(x, kv):
         step = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(x), 2.0**-6))) - 3)
         return np.clip(np.rint(x / step) * step, -448, 448)
     return x
+
+
+def rounded_to_bf16(x):
+    step = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(x), 2.0**-126))) - 7)
+    return np.rint(x / step) * step
 
 
 def coded_in_4_bits(x, axis):
@@ -206,6 +213,8 @@ def reference(s: Shape, tokens) -> np.ndarray:
 
     q, own = rotate(q), rotate(k)
     k = stored_keys(own, s.kv)
+    if s.kv == "bf16":
+        q = rounded_to_bf16(q * d**-0.5) * d**0.5
     same_group = np.arange(n)[:, None] // GROUP == np.arange(n)[None] // GROUP
     v = stored(v, s.kv)
     group = s.heads // s.kv_heads
@@ -221,6 +230,8 @@ def reference(s: Shape, tokens) -> np.ndarray:
         top = scores.max(-1, keepdims=True)
         weights = np.exp(scores - top)
         total = weights.sum(-1, keepdims=True)
+        if s.kv == "bf16":
+            weights = rounded_to_bf16(weights)
         if s.sinks:
             total = total + np.exp(w["sinks"][head] - top)
         attended[:, head] = weights / total @ v[:, head // group]

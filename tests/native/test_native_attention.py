@@ -27,7 +27,7 @@ KINDS = {
     "norms-interleaved": Shape(qk_norm=True, interleaved=True),
     "blocks-of-32": Shape(block_tokens=32, blocks=40),
 }
-TOLERANCE = {"fp32": 2e-4, "fp16": 3e-3, "int8": 1e-2, "fp8": 1e-2, "int4": 1e-2}
+TOLERANCE = {"fp32": 2e-4, "fp16": 3e-3, "int8": 1e-2, "fp8": 1e-2, "int4": 1e-2, "bf16": 2e-2}
 
 
 def mixed_schedule(native: Native, sequences, rng: random.Random) -> list[np.ndarray]:
@@ -66,7 +66,7 @@ def test_layer_equals_numpy(kind, kv, kernels):
 
 @pytest.mark.parametrize("kernels", [k for k in KERNELS if k != "scalar"])
 @pytest.mark.parametrize("kind", ["gqa", "window-over-segments", "sinks", "softcap"])
-@pytest.mark.parametrize("kv", ["fp32", "int8"])
+@pytest.mark.parametrize("kv", ["fp32", "int8", "bf16"])
 def test_contexts_of_several_segments(kind, kv, kernels):
     shape = replace(KINDS[kind], kv=kv, blocks=150)
     tokens = np.random.default_rng(2).integers(0, shape.vocab, 1500)
@@ -93,9 +93,10 @@ def test_chunks_mates_and_threads_change_no_bit(kind, kv, kernels):
             np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("kv", ["fp32", "bf16"])
 @pytest.mark.parametrize(("kind", "exact"), [("gqa", True), ("gqa", False), ("wide", False), ("window", False)])
-def test_kernel_sets_agree_to_the_bit(kind, exact):
-    shape = KINDS[kind]
+def test_kernel_sets_agree_to_the_bit(kind, exact, kv):
+    shape = replace(KINDS[kind], kv=kv)
     tokens = np.random.default_rng(5).integers(0, shape.vocab, 700)
     table = tables(shape, 1, np.random.default_rng(0))
     first, *others = (Native(shape, k, exact=exact).step([(0, 0, tokens)], table) for k in KERNELS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import headrace_native
 import pytest
 from safetensors.torch import load_file, save_file
 from test_models_logits import VOCAB, random_schedule, tiny_model
@@ -92,7 +93,7 @@ def test_a_copied_block_s_tail_is_not_trusted(poisoned):
 
 
 @pytest.mark.parametrize("weights", ["auto", "int8", "int4", "fp16", "bf16", "fp32"])
-@pytest.mark.parametrize("kv", ["fp16", "int8", "fp8", "int4", "fp32"])
+@pytest.mark.parametrize("kv", ["fp16", "bf16", "int8", "fp8", "int4", "fp32"])
 def test_predicted_bytes_are_the_real_ones(folder, weights, kv):
     made = Engine.of(str(folder), weights=weights, kv=kv, threads=1, block_tokens=default_block_tokens(kv))
     items = {i.name: i for i in made.model.memory()}
@@ -106,7 +107,7 @@ def test_predicted_bytes_are_the_real_ones(folder, weights, kv):
     ("field", "value", "named"),
     [
         ("weights", "fp8", "weights"),
-        ("kv", "bf16", "kv"),
+        ("kv", "fp64", "kv"),
         ("attention", "sdpa", "attention"),
         ("block_tokens", 24, "block_tokens"),
         ("options", (("speed", "fast"),), "options"),
@@ -134,12 +135,23 @@ def test_dummy_weights_give_the_same_model_twice(folder):
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize(
+    ("kernels", "activations", "kv"),
+    [(k, "int8", "bf16" if k == "avx512-bf16" else "fp16") for k in headrace_native.kernels()]
+    + [("auto", "fp32", "fp16")],
+)
+def test_keys_are_bf16_where_an_instruction_multiplies_them(folder, kernels, activations, kv):
+    options = (("kernels", kernels), ("activations", activations))
+    config = EngineConfig(model=str(folder), backend="native", options=options)
+    assert BACKEND.load(locate(str(folder)), config).kv_precision == kv
+
+
 @pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize("mode", ["int8", "fp32"])
-def test_batch_chunks_and_threads_change_no_bit(folder, mode, threads, native_engines):
+@pytest.mark.parametrize(("mode", "kv"), [("int8", "fp16"), ("int8", "bf16"), ("fp32", "fp16")])
+def test_batch_chunks_and_threads_change_no_bit(folder, mode, kv, threads, native_engines):
     """Whole distributions, compared for equality: alone, in any batch, in any chunks, on any number of threads."""
     native_engines["options"] = (("activations", mode),)
-    native_engines["kv"] = "fp16"
+    native_engines["kv"] = kv
     rng = random.Random(5)
     given = [[rng.randrange(VOCAB) for _ in range(n)] for n in (1, 5, 16, 17, 40, 63, 64, 130)]
 

@@ -28,6 +28,7 @@ SHAPES = [
     Shape(window=20, softcap=10.0, kv="fp16"),
     Shape(heads=2, kv_heads=2, head_dim=32, rope_dim=16, qk_norm=True, kv="int8", block_tokens=32),
     Shape(kv="fp8"),
+    Shape(window=35, kv="bf16"),
 ]
 
 

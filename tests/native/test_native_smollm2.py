@@ -72,7 +72,7 @@ def test_exact_activations_are_the_file_s_values(text, exact, native_engines):
     assert (found.argmax(-1) == exact.argmax(-1)).mean() > 0.995
 
 
-@pytest.mark.parametrize(("kv", "most"), [("fp16", 0.01), ("int8", 0.012)])
+@pytest.mark.parametrize(("kv", "most"), [("fp16", 0.01), ("bf16", 0.01), ("int8", 0.012)])
 def test_int8_activations_are_close_on_text(text, exact, native_engines, kv, most):
     found = distributions(text, native_engines, kv=kv)
     print(f"KV {kv}: KL {drift(exact, found):.5f}, top-1 {(found.argmax(-1) == exact.argmax(-1)).mean():.3f}")
@@ -81,7 +81,7 @@ def test_int8_activations_are_close_on_text(text, exact, native_engines, kv, mos
 
 
 @pytest.mark.parametrize("kernels", [k for k in headrace_native.kernels() if k != "scalar"])
-@pytest.mark.parametrize("kv", ["fp16", "int8"])
+@pytest.mark.parametrize("kv", ["fp16", "bf16", "int8"])
 def test_no_bit_depends_on_the_batch(prompts, native_engines, kernels, kv):  # noqa: F811
     """Log-probabilities, compared for equality: alone, together, in chunks, after others' blocks, on one thread or two."""
     native_engines["options"] = (("kernels", kernels),)
@@ -110,13 +110,13 @@ def test_no_bit_depends_on_the_batch(prompts, native_engines, kernels, kv):  # n
     assert run(2, together=False, seed=None) == expected
 
 
-@pytest.mark.parametrize("activations", ["int8", "fp32"])
-def test_every_kernel_set_gives_the_same_bits(text, native_engines, activations):
+@pytest.mark.parametrize(("activations", "kv"), [("int8", "fp16"), ("int8", "bf16"), ("fp32", "fp16")])
+def test_every_kernel_set_gives_the_same_bits(text, native_engines, activations, kv):
     """The portable reference and each instruction set: a prompt, 8 tokens and their log-probabilities, for equality."""
     found = {}
     for kernels in headrace_native.kernels():
         native_engines["options"] = (("kernels", kernels), ("activations", activations))
-        engine = Engine.of("smollm2-135m", num_blocks=40, max_model_len=128, max_num_seqs=2, threads=2, kv="fp16")
+        engine = Engine.of("smollm2-135m", num_blocks=40, max_model_len=128, max_num_seqs=2, threads=2, kv=kv)
         try:
             sequence = engine.add(text[:12], logprobs=5, prompt_logprobs=3)
             engine.generate([sequence], 8)

@@ -19,7 +19,7 @@ from headrace.engine.staging import StagedGroups
 from headrace.spec.cache import CacheLayout
 from headrace.spec.precision import kv_precision
 
-KV_TYPES = {"fp16": 0, "fp32": 1, "int8": 2, "fp8": 3, "int4": 4}
+KV_TYPES = {"fp16": 0, "fp32": 1, "int8": 2, "fp8": 3, "int4": 4, "bf16": 5}
 
 
 class NativeCompute:
