@@ -48,7 +48,7 @@ def test_every_figure_has_source_and_date(gpu_id):
             assert figure.low <= figure.value <= figure.high
 
 
-@pytest.mark.parametrize("gpu_id", [i for i in IDS if i != "l4-24"])
+@pytest.mark.parametrize("gpu_id", IDS)
 def test_marketing_gb_are_not_usable_gib(gpu_id):
     gpu = hardware.find(gpu_id)
     assert gpu.memory_bytes < gpu.memory_gb_marketing * GIB

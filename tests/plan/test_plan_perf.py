@@ -352,7 +352,7 @@ def test_equal_requests_march_in_step_where_prompts_go_first():
     drawn, equal = perf(asked), perf(change(asked, equal_lengths=True))
     assert any("march in step" in note for note in equal.notes)
     assert equal.tpot_ms == drawn.tpot_ms
-    assert equal.output_tokens_per_s == drawn.output_tokens_per_s
+    assert equal.output_tokens_per_s.value == pytest.approx(drawn.output_tokens_per_s.value)
     t = traffic(resolve(asked))
     e = efficiency({}, "sglang", "hopper", "bf16")
     before, after = (closed_loop(replace(t.loop, marching=m), t.peaks, e) for m in (0.0, 1.0))
@@ -369,3 +369,36 @@ def test_equal_requests_march_in_step_where_prompts_go_first():
     assert any("change nothing" in n for n in perf(change(asked, equal_lengths=True, engine="vllm")).notes)
     with pytest.raises(InvalidInput, match="mixed chunks"):
         perf(change(asked, engine="vllm", mixed_chunk=True))
+
+
+@pytest.mark.parametrize(
+    "asked", [{}, {"concurrency": 500}, {"draft_tokens": 3}, {"engine": "sglang", "equal_lengths": True}]
+)
+def test_times_and_rate_of_a_loop_are_those_of_one_loop(asked):
+    """Little's law: requests in flight are those that end per second times the seconds that each takes."""
+    given = {"model": "llama-3.1-8b", "gpu": "h100-sxm-80", "n_gpus": 2, "isl": 2048, "osl": 256, "concurrency": 64}
+    inputs = Inputs(**(given | asked))
+    p = perf(inputs)
+    request_s = (p.ttft_ms.value + p.tpot_ms.value * 255) / 1e3
+    in_flight = p.output_tokens_per_s.value / 256 * request_s
+    if inputs.equal_lengths:  # the time per token then holds prompts that already were before the first one
+        assert in_flight > inputs.concurrency
+    else:
+        assert in_flight == pytest.approx(inputs.concurrency)
+    assert p.output_tokens_per_s.value == pytest.approx(2 * p.output_tokens_per_s_per_gpu.value)
+    assert p.output_tokens_per_s.low < p.output_tokens_per_s.value < p.output_tokens_per_s.high
+
+
+def test_nothing_is_faster_than_the_datasheet_allows():
+    """A run of gpt-oss-120b that claims to read its weights faster than the card can had dragged its neighbours along."""
+    one = Inputs(model="gpt-oss-120b", gpu="h100-sxm-80", isl=1024, osl=1024, concurrency=16)
+    p = perf(one)
+    w = traffic(resolve(one)).loop.decode
+    reads_ms = (w.gemm_bytes + w.expert_bytes + w.decode_attention_bytes) / 3.35e12 * 1e3
+    assert reads_ms > 7
+    assert p.tpot_ms.value == p.tpot_ms.low == pytest.approx(reads_ms)
+    assert p.tpot_ms.high > 1.2 * reads_ms
+    assert any("datasheet allows" in n for n in p.notes)
+    slower = perf(msgspec.structs.replace(one, engine_version="0.18.0"))
+    assert slower.tpot_ms.value > reads_ms
+    assert not any("datasheet allows" in n for n in slower.notes)

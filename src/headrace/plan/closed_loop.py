@@ -51,7 +51,7 @@ class Loop:
 @dataclass(frozen=True, slots=True)
 class Times:
     """Seconds: `ttft_s`, `tpot_s`, one decode step, one prompt's prefill among others (`prompt_s`) and
-    by itself (`alone_s`); `cycle_s` of a request inside the engine."""
+    by itself (`alone_s`); `cycle_s` of a request inside the engine, `marched_s` of `ttft_s` outside it (see above)."""
 
     ttft_s: Number
     tpot_s: Number
@@ -59,6 +59,7 @@ class Times:
     prompt_s: Number
     alone_s: Number
     cycle_s: Number
+    marched_s: Number = 0.0
 
 
 def closed_loop(loop: Loop, p: Peaks, e: Efficiency) -> Times:
@@ -81,4 +82,4 @@ def closed_loop(loop: Loop, p: Peaks, e: Efficiency) -> Times:
     half = (others + loop.prompts - 1.0) / 2.0
     half = half * (half < others) + others * (half >= others)
     marched = loop.marching * prompt * (half - ahead)
-    return Times(first + marched + cycle * loop.waiting / loop.running, tpot, decode, prompt, alone, cycle)
+    return Times(first + marched + cycle * loop.waiting / loop.running, tpot, decode, prompt, alone, cycle, marched)

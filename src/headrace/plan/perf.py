@@ -9,7 +9,7 @@ import msgspec
 
 from headrace.plan.calibration import METRICS, Band, Calibration, CalibrationSet, Tier, group_names, key_of, shipped
 from headrace.plan.closed_loop import closed_loop
-from headrace.plan.costs.roofline import Efficiency, efficiency, operators
+from headrace.plan.costs.roofline import Efficiency, efficiency, fastest_seconds, operators
 from headrace.plan.deployment import Deployment, Inputs, describe, resolve, trained_context_note
 from headrace.plan.economics import usd_per_million
 from headrace.plan.neighbours import TP, campaign_name, position, shift
@@ -100,18 +100,29 @@ def predict(d: Deployment, c: Calibration, tier: Tier, grade: Grade) -> Performa
     near = {m: shift(runs, at, m) for m in METRICS}
     ttft = _figure(times.ttft_s * 1e3 * math.exp(effect.ttft + near["ttft"]), tier.ttft, grade)
     tpot = _figure(times.tpot_s * 1e3 * math.exp(effect.tpot + near["tpot"]), tier.tpot, grade)
-    rate = _figure(per_gpu * math.exp(effect.throughput + near["throughput"]), tier.throughput, grade)
+    ttft, tpot, held = _possible(t, ttft, tpot)
+    if d.inputs.concurrency is None:
+        of_rate = ["throughput is that of a queue that never empties, learned from such runs apart from the times"]
+        rate = _figure(per_gpu * math.exp(effect.throughput + near["throughput"]), tier.throughput, grade)
+    else:
+        of_rate = []
+        rate = _rate(t, d.layout.ranks, ttft, tpot, float(times.marched_s / times.ttft_s))
     total = Figure(rate.value * d.inputs.n_gpus, rate.low * d.inputs.n_gpus, rate.high * d.inputs.n_gpus, grade)
     notes = [
         *d.notes,
         *t.notes,
         *assumed,
+        *of_rate,
         *trained_context_note(d.model.spec, (d.inputs.isl or 1) + (d.inputs.osl or 1)),
     ]
     if runs:
         notes.append(
             f"{len(runs)} runs of this model, engine build and card were measured; what the formulas miss on them moves the "
             f"time to first token by {math.expm1(near['ttft']):+.0%}, time per token by {math.expm1(near['tpot']):+.0%}"
+        )
+    if held:
+        notes.append(
+            "measured runs would have it faster than the card's datasheet allows: that is where figures are held"
         )
     price = d.gpu.price(d.inputs.gpu_price_usd_h)
     if (warning := d.gpu.price_warning()) is not None and d.inputs.gpu_price_usd_h is None:
@@ -133,6 +144,38 @@ def predict(d: Deployment, c: Calibration, tier: Tier, grade: Grade) -> Performa
         tokens_per_step=float(t.loop.tokens_per_step),
         notes=tuple(dict.fromkeys(notes)),
     )
+
+
+def _possible(t: Traffic, ttft: Figure, tpot: Figure) -> tuple[Figure, Figure, bool]:
+    """Times that the datasheet's peaks allow, and whether a value had to be moved there.
+
+    Factors fitted to runs that were faster than that (their concurrency or number of GPUs is not what it says) reach below. The
+    interval is moved with the value: how far a run may be above it is known no better.
+    """
+    held = False
+
+    def possible(figure: Figure, least_ms: float) -> Figure:
+        nonlocal held
+        if figure.value >= least_ms:
+            return msgspec.structs.replace(figure, low=max(figure.low, least_ms))
+        held = True
+        return Figure(least_ms, least_ms, figure.high * least_ms / figure.value, figure.grade)
+
+    step_ms = float(fastest_seconds(t.loop.decode, t.peaks)) * 1e3
+    first = possible(ttft, float(fastest_seconds(t.loop.alone, t.peaks)) * 1e3)
+    return first, possible(tpot, step_ms / float(t.loop.tokens_per_step)), held
+
+
+def _rate(t: Traffic, ranks: int, ttft: Figure, tpot: Figure, marched: float) -> Figure:
+    """Output tokens per second and GPU of the closed loop that has these times (Little's law); `marched`: share of the time
+    to first token that its cycle does not hold."""
+    osl = float(t.loop.osl)
+
+    def rate(ttft_ms: float, tpot_ms: float) -> float:
+        cycle_s = (ttft_ms * (1.0 - marched) + tpot_ms * (osl - 1.0)) / 1e3
+        return (t.running + t.waiting) * osl / cycle_s / ranks
+
+    return Figure(rate(ttft.value, tpot.value), rate(ttft.high, tpot.high), rate(ttft.low, tpot.low), tpot.grade)
 
 
 def prefill_share(t: Traffic, e: Efficiency) -> float:

@@ -194,6 +194,14 @@ def operators(w: Work, p: Peaks, e: Efficiency) -> dict[str, Number]:
     }
 
 
+def fastest_seconds(w: Work, p: Peaks) -> Number:
+    """Seconds that a step takes at the very least: all its arithmetic or all its traffic at the datasheet's peaks, nothing else."""
+    arithmetic = (w.gemm_flops + w.expert_flops) / p.weight_flops
+    arithmetic += (w.gemm16_flops + w.prefill_attention_flops + w.decode_attention_flops + w.state_flops) / p.flops16
+    traffic = (w.gemm_bytes + w.expert_bytes + w.decode_attention_bytes + w.state_bytes) / p.bandwidth
+    return max(arithmetic, traffic)
+
+
 def step_seconds(w: Work, p: Peaks, e: Efficiency) -> Number:
     """Seconds of one step."""
     return sum(operators(w, p, e).values())
