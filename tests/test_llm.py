@@ -11,6 +11,7 @@ import pytest
 from headrace import LLM, Completion, SamplingParams
 from headrace.base.errors import DoesNotFit, InvalidInput
 from headrace.control.api import FinishReason
+from headrace.spec.config import EngineConfig
 
 pytestmark = pytest.mark.model
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
@@ -193,6 +194,13 @@ def test_wrong_sampling_params_name_the_field(field: str, value: object) -> None
     with pytest.raises(InvalidInput) as caught:
         SamplingParams(**{field: value})  # type: ignore[arg-type]
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("threads", [0, -1, 100_000])
+def test_threads_that_no_machine_has_are_refused(threads: int) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        EngineConfig(model="m", threads=threads)
+    assert caught.value.field == "threads"
 
 
 def test_min_tokens_above_max_tokens_is_refused() -> None:

@@ -642,14 +642,17 @@ def test_the_verb_quantizes_continues_and_what_it_wrote_generates(tmp_path, caps
     assert ended.value.code == 2
 
 
-@pytest.mark.parametrize("option", ["samples", "length", "grid", "damping", "threads"])
-def test_numbers_that_mean_nothing_are_refused_by_name(tmp_path, option, capsys):
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("samples", 0), ("length", 0), ("grid", 0), ("damping", 0), ("threads", 0), ("threads", 100_000)],
+)
+def test_numbers_that_mean_nothing_are_refused_by_name(tmp_path, option, value, capsys):
     from headrace.cli.main import main
 
     _, folder = tiny_model(tmp_path, "llama", **WIDTHS)
     capsys.readouterr()  # of saving the model
     with pytest.raises(SystemExit) as ended:
-        main(["quantize", str(folder), "--weights", "int8", "--out", str(tmp_path / "out"), f"--{option}", "0"])
+        main(["quantize", str(folder), "--weights", "int8", "--out", str(tmp_path / "out"), f"--{option}", str(value)])
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert option in line

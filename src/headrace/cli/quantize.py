@@ -35,8 +35,11 @@ def quantize(
     """Quantize layer by layer; run it again to continue where it was ended."""
     from headrace.base.errors import InvalidInput
     from headrace.base.units import format_bytes
+    from headrace.spec.config import MOST_THREADS
     from headrace.spec.locate import locate
 
+    if (threads or 1) > MOST_THREADS:
+        raise InvalidInput(f"must be at most {MOST_THREADS}, not {threads}", field="threads")
     for name, value in (("samples", samples), ("length", length), ("grid", grid), ("threads", threads)):
         if value is not None and value < 1:
             raise InvalidInput(f"must be at least 1, not {value}", field=name)

@@ -8,6 +8,9 @@ from typing import Annotated, Literal
 
 from headrace.base.errors import InvalidInput
 
+MOST_THREADS = 1024
+"""More threads than that are a mistake, which would end in a library's abort and not in an error."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -73,6 +76,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidInput(f"{name} must be at least 1, not {value}", field=name)
+        if (self.threads or 1) > MOST_THREADS:  # libraries end the process when the system refuses them threads
+            raise InvalidInput(f"threads must be at most {MOST_THREADS}, not {self.threads}", field="threads")
         if self.step_target_ms is not None:
             if not 0.0 < self.step_target_ms < math.inf:
                 raise InvalidInput(f"step_target_ms must be above 0, not {self.step_target_ms}", field="step_target_ms")
