@@ -1,8 +1,8 @@
 """Attention of long prompt chunks on Hopper cards: the tiles of `prefill`, with their work divided among warps.
 
 One warp loads (bulk tensor copies into a ring in shared memory), two groups of four warps compute 64 queries each. A group's
-tensor-core products are asynchronous: scores of the next keys are under way while this block's weights are made, and the two
-groups fall out of step with each other, so that one's exponentials hide behind the other's products. Programs stay resident
+tensor-core products are asynchronous: scores of the next keys are under way while this block's weights are made. The groups
+issue their products by turns, so that one's exponentials hide behind the other's products. Programs stay resident
 and take tiles one after the other, the longest first, in serpentine order.
 
 Bulk copies need keys that lie in rows: those of earlier steps are gathered from their blocks first (`gather`), which costs
@@ -128,24 +128,51 @@ def _cleared(v_s, inside, BLOCK: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
+def _own_turn(thread, HALF: gl.constexpr):
+    """Wait for the turn of this half's four warps, by a barrier of their own; `thread` [128] makes it one instruction each."""
+    if HALF == 0:
+        gl.inline_asm_elementwise(
+            "bar.sync 12, 256; mov.u32 $0, $1;", "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1
+        )
+    else:
+        gl.inline_asm_elementwise(
+            "bar.sync 14, 256; mov.u32 $0, $1;", "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def _others_turn(thread, HALF: gl.constexpr):
+    """Let the other half go on; both have equally many turns."""
+    if HALF == 0:
+        gl.inline_asm_elementwise(
+            "bar.arrive 14, 256; mov.u32 $0, $1;", "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1
+        )
+    else:
+        gl.inline_asm_elementwise(
+            "bar.arrive 12, 256; mov.u32 $0, $1;", "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
 def _advance(
-    q, k_s, v_s, k_full, k_free, v_full, v_free, nothing, acc, top, total, weights, shrink, at, scale, zero, seen,
+    q, k_s, v_s, k_full, k_free, v_full, v_free, nothing, acc, top, total, weights, at, scale, zero, thread, seen,
     HALF: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Score block `at` + 1 of keys while block `at` of values is added with its weights, to sums that `shrink` before.
+    """Score block `at` + 1 of keys while block `at` of values is added with its weights.
 
-    The sums shrink and the weights are packed while the tensor cores score. Weights go round the loop as fp32: of 16 bits
-    each would be unpacked and packed again, one by one.
+    The halves issue their products by turns: what one issues runs while the other makes weights. Weights go round the loop
+    as fp32: of 16 bits each would be unpacked and packed again, one by one.
     """
     p = _operand(weights, acc, v_s.dtype)
     before, before_phase = at % STAGES, (at // STAGES) & 1
     at += 1
     stage = at % STAGES
     mbarrier.wait(k_full.index(stage), (at // STAGES) & 1)
+    _own_turn(thread, HALF)
     scoring = warpgroup_mma(q, k_s.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(before), before_phase)
-    acc = _shrunk(acc, shrink)
     adding = warpgroup_mma(p, v_s.index(before), acc, is_async=True)
+    _others_turn(thread, HALF)
     scores = warpgroup_mma_wait(1, deps=[scoring])
     mbarrier.arrive(k_free.index(stage))
     if not isinstance(seen, gl.constexpr):
@@ -170,7 +197,7 @@ def _advance(
         )  # fmt: skip
     acc, weights, total = warpgroup_mma_wait(0, deps=[adding, weights, total])
     mbarrier.arrive(v_free.index(before))
-    return acc, best, total, weights, shrink, at
+    return _shrunk(acc, shrink), best, total, weights, at
 
 
 @gluon.jit
@@ -208,6 +235,10 @@ def _consume(
     nothing = gl.zeros([ROWS, BLOCK], gl.float32, scored)
     q = q_s.index(HALF)
     zero = units >> 31
+    thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    if HALF == 1:
+        # The first half goes first.
+        _others_turn(thread, HALF)
     at = 0
     for turn in range(_turns(units, programs)):
         head, row0, m0, length, start, _, part, unit = _unit(
@@ -235,31 +266,30 @@ def _consume(
         weights = gl.exp2(scores * scale - top[:, None])
         total = gl.sum(weights, 1)
         acc = gl.zeros([ROWS, D], gl.float32, summed)
-        shrink = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, scored))
         if ending < BLOCK:
             mbarrier.wait(v_full.index(stage), phase)
             _cleared(v_s.index(stage), ending, BLOCK, D)
         for _ in range(1, own):
-            acc, top, total, weights, shrink, at = _advance(
-                q, k_s, v_s, k_full, k_free, v_full, v_free, nothing, acc, top, total, weights, shrink, at, scale, zero, True, HALF, STAGES
+            acc, top, total, weights, at = _advance(
+                q, k_s, v_s, k_full, k_free, v_full, v_free, nothing, acc, top, total, weights, at, scale, zero, thread, True, HALF, STAGES
             )  # fmt: skip
         # The last block of cached keys comes first and may be ragged.
         for _ in range(ragged):
             there = (n_rel < start - (old - 1) * BLOCK)[None, :]
-            acc, top, total, weights, shrink, at = _advance(
-                q, k_s, v_s, k_full, k_free, v_full, v_free, nothing, acc, top, total, weights, shrink, at, scale, zero, there, HALF, STAGES
+            acc, top, total, weights, at = _advance(
+                q, k_s, v_s, k_full, k_free, v_full, v_free, nothing, acc, top, total, weights, at, scale, zero, thread, there, HALF, STAGES
             )  # fmt: skip
         first, last = 0, old
         if SPLIT:
             first, last = part * old // parts, (part + 1) * old // parts
         for _ in range(first + 1, last):
-            acc, top, total, weights, shrink, at = _advance(
-                q, k_s, v_s, k_full, k_free, v_full, v_free, nothing, acc, top, total, weights, shrink, at, scale, zero, True, HALF, STAGES
+            acc, top, total, weights, at = _advance(
+                q, k_s, v_s, k_full, k_free, v_full, v_free, nothing, acc, top, total, weights, at, scale, zero, thread, True, HALF, STAGES
             )  # fmt: skip
         mbarrier.arrive(q_free)
         stage = at % STAGES
         mbarrier.wait(v_full.index(stage), (at // STAGES) & 1)
-        acc = warpgroup_mma(_operand(weights, acc, v_s.dtype), v_s.index(stage), _shrunk(acc, shrink))
+        acc = warpgroup_mma(_operand(weights, acc, v_s.dtype), v_s.index(stage), acc)
         mbarrier.arrive(v_free.index(stage))
         at += 1
         acc = acc / gl.convert_layout(total, gl.SliceLayout(1, summed))[:, None]
