@@ -62,9 +62,10 @@ def test_contexts_of_all_lengths(dtype, kv_heads, group, dim, bt, warps, stages,
         assert gap(out[:-1], torch.stack(wanted).flatten(1)) < TOLERANCE[dtype]
         assert not out[-1].any()
         assert not work.counters.any()
-    # What is not in a context may have been anything, and still is; fp16 may round a rotation the other way.
-    assert torch.equal(kv.isnan(), scene.kv.isnan())
-    assert gap(kv.nan_to_num(7.0), scene.kv.nan_to_num(7.0)) < 1e-3
+    if fused:
+        # What is not in a context may have been anything, and still is; fp16 may round a rotation the other way.
+        assert torch.equal(kv.isnan(), scene.kv.isnan())
+        assert gap(kv.nan_to_num(7.0), scene.kv.nan_to_num(7.0)) < 1e-3
 
 
 def chosen(
