@@ -464,6 +464,29 @@ def test_symmetric_groups_are_ggml_blocks_without_loss(tmp_path, kind):
         np.testing.assert_array_equal(out, source.read(name))
 
 
+@pytest.mark.parametrize("factor", [-1.0, 0.0])
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        ("gptq", "scales"), ("gptq-8bit", "scales"), ("awq", "scales"), ("ct-int4", "weight_scale"), ("ct-int4-asym", "weight_scale"),
+        ("ct-int8", "weight_scale"), ("ct-fp8-channel", "weight_scale"), ("fp8-block", "weight_scale_inv"),
+        ("bnb-nf4-single", "weight.absmax"), ("bnb-int8", "SCB"),
+    ],
+)  # fmt: skip
+def test_negative_scales_and_zero_are_taken_as_they_are(tmp_path, kind, part, factor):
+    """Some quantizers write them: the code with one value more then is the positive one; rows of zeros have none."""
+    _, folder, values = quantized(tmp_path, kind, change=replaced(part, lambda t: t * factor))
+    source = source_of(folder)
+    name = f"{NAME}.weight"
+    found = source.read(name)
+    np.testing.assert_allclose(found, factor * values[name].numpy(), rtol=3e-7, atol=1e-8)
+    stored = source.stored(name)
+    if stored.kind != "f32":
+        out = np.empty((stored.rows, stored.columns), np.float32)
+        dequantize(np.ascontiguousarray(stored.data).reshape(-1), GGML_TYPES_BY_NAME[stored.kind], out)
+        np.testing.assert_array_equal(out, found)
+
+
 @pytest.mark.parametrize("case", ["llama", "phi3", "gemma3"])
 @pytest.mark.parametrize("kind", ["gptq", "ct-int4", "gptq-8bit"])
 def test_native_serves_symmetric_groups_as_they_are(tmp_path, kind, case):
