@@ -19,18 +19,19 @@ from headrace.spec.model import Attention, Rope
 decode_hopper = pytest.importorskip("headrace.engine.kernels.decode_hopper")
 HOPPER = ON_GPU and torch.cuda.get_device_capability()[0] == 9
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9")
+BF16, FP16 = torch.bfloat16, torch.float16
 RULES = {"scale": 0.2, "window": None, "softcap": None, "sinks": None}
 # Around pages of 16 tokens, the rings of all shapes, and blocks.
 CONTEXTS = [1, 2, 15, 16, 17, 18, 31, 32, 33, 48, 49, 64, 65, 113, 128, 129, 255, 257, 500, 1025, 2300]
 
 
 @on_hopper
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "dim", "bt", "warps", "stages", "splits", "least"),
+    ("dtype", "kv_heads", "group", "dim", "bt", "warps", "stages", "splits", "least"),
     [
-        (2, 4, 128, 16, 1, 6, 9, 4), (1, 8, 128, 32, 2, 3, 5, 2), (3, 3, 64, 16, 4, 2, 7, 1), (2, 1, 64, 48, 2, 2, 1, 1),
-        (1, 16, 128, 16, 4, 3, 40, 4), (2, 7, 64, 16, 1, 4, 20, 1), (2, 4, 128, 16, 8, 3, 16, 8),
+        (BF16, 2, 4, 128, 16, 1, 6, 9, 4), (FP16, 1, 8, 128, 32, 2, 6, 5, 2), (BF16, 3, 3, 64, 16, 4, 2, 7, 1),
+        (FP16, 2, 1, 64, 48, 2, 2, 1, 1), (BF16, 1, 16, 128, 16, 4, 3, 40, 4), (FP16, 2, 7, 64, 16, 1, 4, 20, 1),
+        (BF16, 2, 4, 128, 16, 8, 3, 16, 8), (BF16, 2, 4, 128, 16, 1, 3, 4, 64),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("fused", [False, True])
@@ -53,15 +54,16 @@ def test_contexts_of_all_lengths(dtype, kv_heads, group, dim, bt, warps, stages,
         wanted.append(attended(q[row], scene.keys[i], scene.values[i], **RULES))
     work = DecodeWorkspace(count + 1, kv_heads, group, dim, lambda n: splits, DEVICE)
     given = {"cos_sin": cos_sin, "rope_dim": dim, **norms} if fused else {}
-    for pdl in (False, True):
-        out = torch.full((count + 1, heads * dim), float("nan"), dtype=dtype, device=DEVICE)
-        decode_hopper.decode_hopper(
-            qkv if fused else turned, out, kv if fused else scene.kv, scene.tables, slots, positions, work, heads, scale=0.2,
-            splits=splits, least=least, warps=warps, stages=stages, pdl=pdl, **given,
-        )  # fmt: skip
-        assert gap(out[:-1], torch.stack(wanted).flatten(1)) < TOLERANCE[dtype]
-        assert not out[-1].any()
-        assert not work.counters.any()
+    out = torch.full((count + 1, heads * dim), float("nan"), dtype=dtype, device=DEVICE)
+    decode_hopper.decode_hopper(
+        qkv if fused else turned, out, kv if fused else scene.kv, scene.tables, slots, positions, work, heads, scale=0.2,
+        splits=splits, least=least, warps=warps, stages=stages, pdl=fused, **given,
+    )  # fmt: skip
+    assert gap(out[:-1], torch.stack(wanted).flatten(1)) < TOLERANCE[dtype]
+    # Outputs of long contexts are small: each row by itself.
+    assert max(gap(o, w) for o, w in zip(out[:-1], torch.stack(wanted).flatten(1), strict=True)) < 2 * TOLERANCE[dtype]
+    assert not out[-1].any()
+    assert not work.counters.any()
     if fused:
         # What is not in a context may have been anything, and still is; fp16 may round a rotation the other way.
         assert torch.equal(kv.isnan(), scene.kv.isnan())
