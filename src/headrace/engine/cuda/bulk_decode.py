@@ -27,7 +27,6 @@ class BulkDecode:
         self,
         mixers: list[Attention],
         layout: CacheLayout,
-        num_blocks: int,
         table: GemmTable,
         dtype: torch.dtype,
         device: torch.device,
@@ -38,22 +37,20 @@ class BulkDecode:
         self._table, self._sms = table, sms
         self._dim, self._kv_heads = layout.head_dim, layout.num_kv_heads
         self._plain = [_plain(a) and a.num_kv_heads == layout.num_kv_heads for a in mixers]
-        self.why_not = self._unfit(mixers, layout, num_blocks, dtype, device, capability)
+        self.why_not = self._unfit(mixers, layout, dtype, device, capability)
 
-    def _unfit(self, mixers, layout, num_blocks, dtype, device, capability) -> str | None:
+    def _unfit(self, mixers, layout, dtype, device, capability) -> str | None:
         if device.type != "cuda":
             return "the interpreter cannot run it"
         try:
             from headrace.engine.kernels import decode_hopper
-        except ImportError as e:
+        except (ImportError, AttributeError) as e:
             return f"this Triton has no Gluon for Hopper cards ({e})"
         self._kernel = decode_hopper.decode_hopper
         if layout.kv_precision != {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype):
             return f"keys and values are {layout.kv_precision}"
         if not any(self._plain):
             return "all layers have windows, soft caps or rotations of a part of a head"
-        if num_blocks * 2 * layout.num_kv_heads * layout.block_tokens >= 2**31:
-            return "the pool has more rows than its index holds"
         group = max(a.num_heads // a.num_kv_heads for a in mixers)
         return decode_hopper.fits(capability, dtype, layout.head_dim, group, layout.block_tokens)
 

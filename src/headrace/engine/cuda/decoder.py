@@ -147,9 +147,7 @@ class Decoder:
         ropes = list(dict.fromkeys(a.rope for a in self._mixers if a.rope is not None))
         self._turns = {r: rotation_rows(r, limits.max_model_len, device) for r in ropes}
         self._no_turn = torch.zeros(limits.max_model_len, 2, device=device)
-        self.bulk = BulkDecode(
-            self._mixers, layout, limits.num_blocks, table, dtype, device, sms=sms, capability=capability
-        )
+        self.bulk = BulkDecode(self._mixers, layout, table, dtype, device, sms=sms, capability=capability)
         group = max(a.num_heads // a.num_kv_heads for a in self._mixers)
         self._work = DecodeWorkspace(
             self.rows,
