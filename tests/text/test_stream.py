@@ -80,6 +80,31 @@ def test_random_streams(tokenizer):
     check()
 
 
+def test_texts_alone_are_those_of_the_tokens(tokenizer):
+    taken = 0
+
+    @settings(max_examples=150, deadline=None)
+    @given(ids_of(tokenizer), st.lists(st.booleans(), min_size=1), st.booleans(), st.booleans(), st.data())
+    def check(ids, asks, continuation, with_stops, data):
+        nonlocal taken
+        stops = stops_in(tokenizer.decode(ids), data) if with_stops else []
+        singly, single = run(tokenizer, [[id_] for id_ in ids], stops, continuation=continuation)
+        output = OutputText(tokenizer, stops, continuation=continuation)
+        for i, id_ in enumerate(ids):
+            text = output.push_text(id_) if asks[i % len(asks)] else None
+            if text is None:
+                delta = output.push([id_], [i])
+                assert delta == singly[i]
+            else:
+                taken += 1
+                assert text == singly[i].text
+        assert output.finish() == singly[-1]
+        assert (output.stopped, output.kept_tokens) == (single.stopped, single.kept_tokens)
+
+    check()
+    assert taken
+
+
 @pytest.mark.parametrize("stops", [["aab", "ab"], ["ab", "aab"]])
 def test_overlapping_stops_earliest_wins_and_nothing_leaks(stops):
     ours = Tokenizer.of_bytes()

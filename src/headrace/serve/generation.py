@@ -37,7 +37,8 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """What sequence `index` says next. `tokens` joined are `text`. The last piece of a sequence has `ending`."""
+    """What sequence `index` says next. `tokens` joined are `text`, or empty where they have no log-probabilities. The last piece
+    of a sequence has `ending`."""
 
     index: int
     text: str = ""
@@ -109,6 +110,10 @@ class SequenceRun:
         finish = output.finish
         if self.max_tokens == 0:
             return Piece(self.index, prompt_logprobs=output.prompt_logprobs) if output.prompt_logprobs else None
+        if finish is None and len(output.token_ids) == 1 and not (output.logprobs or output.prompt_logprobs):
+            said = self.text.push_text(output.token_ids[0])  # nobody wants more of a token than its text
+            if said is not None:
+                return Piece(self.index, said)
         ended_by_token = finish is not None and finish.stop_token_id is not None
         text, tokens = self.text.push(output.token_ids, output.logprobs, ended_by_token=ended_by_token)
         if not tokens and not output.prompt_logprobs:

@@ -37,11 +37,15 @@ class Detokenizer:
         skipped, token_bytes = self._skipped, self._token_bytes
         return self._decode(b"".join([token_bytes(id_) for id_ in ids if id_ not in skipped]))
 
+    def whole(self, token_id: int) -> str | None:
+        """What `push_one` would say of a token that is text by itself here and was seen before; else None."""
+        return None if self.pending or self._leading_space != "keep" else self._whole_texts.get(token_id)
+
     def push_one(self, token_id: int) -> str:
         """Text that the next token completes: often one word, at times empty, at times several characters."""
-        plain = not self.pending and self._leading_space == "keep"
-        if plain and (known := self._whole_texts.get(token_id)) is not None:
+        if (known := self.whole(token_id)) is not None:
             return known
+        plain = not self.pending and self._leading_space == "keep"
         if token_id in self._skipped:
             return ""
         raw = self._token_bytes(token_id)

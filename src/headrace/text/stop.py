@@ -21,12 +21,25 @@ class StopMatcher:
     character, whatever the number of stop strings. Raises `InvalidInput` for an empty stop string.
     """
 
-    __slots__ = ("_depth", "_fallback", "_longest", "_next", "_read", "_state", "include_stop", "matched", "safe")
+    __slots__ = (
+        "_depth",
+        "_fallback",
+        "_longest",
+        "_next",
+        "_read",
+        "_state",
+        "include_stop",
+        "matched",
+        "safe",
+        "strings",
+    )
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
         if any(not stop for stop in stops):
             raise InvalidInput("a stop string is empty", field="stop", remedy="leave it out, or give its text")
         self.include_stop = include_stop
+        self.strings = len(stops)
+        """How many are looked for."""
         self.matched: str | None = None
         self.safe = 0
         self._read = 0
@@ -47,7 +60,7 @@ class StopMatcher:
         """
         if self.matched is not None:
             return
-        if len(self._next) == 1:
+        if not self.strings:
             self._read += len(text)
             self.safe = self._read
             return

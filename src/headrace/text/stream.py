@@ -110,6 +110,20 @@ class OutputText(Generic[L]):
             self._take(TextToken(token_id, text, self._length, raw, logprobs[index] if logprobs else None))
         return self._release()
 
+    def push_text(self, token_id: int) -> str | None:
+        """Take the next token if it is what comes mostly, text that may be shown at once, where only its text is wanted.
+
+        None: it was not taken, use `push`.
+        """
+        if self._held or self._finished or self._stop.strings:
+            return None
+        text = self._detokenizer.whole(token_id)
+        if text:
+            self.kept_tokens += 1
+            self._length += len(text)
+            self._stop.read(text)
+        return text or None
+
     def _push_one(self, token_id: int, logprob: L | None) -> TextDelta[L]:
         """`push` for what comes mostly: one token while none is held back, whose text may be shown at once."""
         if self._stop.matched is not None:
