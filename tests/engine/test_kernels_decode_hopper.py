@@ -79,7 +79,6 @@ def chosen(
     return BulkDecode(
         mixers,
         layout,
-        1000,
         table or GemmTable("no card", 132),
         dtype,
         torch.device(device),
