@@ -42,17 +42,20 @@ from headrace.engine.kernels.quantized import (
     QuantMatrix,
     has_gluon,
     not_direct,
+    not_specialized,
     quantized_gemm,
 )
 from headrace.engine.kernels.table import (
     BULK,
     DECODE_BUCKETS,
+    QUANTIZED_BUCKETS,
     STREAMED_AS,
     GemmTable,
     decode_key,
     entry_of,
     file_name,
     key,
+    specialized_tile,
     user_folder,
 )
 from headrace.engine.kernels.unpack import NF4_CODES
@@ -170,6 +173,13 @@ def quantized_candidates(bucket: int, shape: Shape, w: QuantMatrix, sms: int) ->
                 yield found
         if bucket == 1:
             return
+    if bucket >= 32 and why_not_specialized(torch.cuda.get_device_capability(), torch.bfloat16) is None:
+        for block_m, block_n in itertools.product({min(bucket, 128), bucket}, (64, 128)):
+            found = specialized_tile(w, bucket, block_m, block_n)
+            if block_m * block_n <= 16384 and not_specialized(w, found) is None:
+                yield found
+    if bucket > 64:
+        return
     least = max(w.group, 2 * w.chunk_bytes) if w.kind <= NF4_CODES.value else max(w.group, 64)
     shapes = [(16, 1), (32, 2), (64, 2)]
     if bucket >= 64:
@@ -196,7 +206,7 @@ def measure_quantized(
     device: torch.device,
     report: Callable[[str], None],
     *,
-    buckets: Sequence[int] = (1, 8, 16, 32, 64),
+    buckets: Sequence[int] = QUANTIZED_BUCKETS,
     dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, dict[str, int] | None]:
     """The table's entries for products with weights of a format, the head left out, which stays as it is.
@@ -265,7 +275,8 @@ class QuantizedBench:
         copies = max(2, min(24, _COPIES_BYTES // 2 // first.nbytes))
         again = [replace(first, codes=first.codes.clone(), scales=first.scales.clone()) for _ in range(copies - 1)]
         self.shape, self.weights, self._device, self._dtype = shape, [first, *again], device, dtype
-        self.work = GemmWorkspace(PART_ROWS * width, width // 16 + 1, device)
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self.work = GemmWorkspace(PART_ROWS * width, width // 16 + 1, device, sms)
         self.pdl = torch.cuda.get_device_capability(device) >= (9, 0)
         self.squares = torch.ones(shape.columns // 16 + 64, MAX_ROWS.value, dtype=torch.float32, device=device)
         self.norm = torch.ones(shape.columns, dtype=dtype, device=device)

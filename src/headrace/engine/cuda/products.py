@@ -25,6 +25,8 @@ ROWWISE_ROWS = 1024
 """From so many rows on the library's product applies the scales itself; for fewer its kernels without them are faster."""
 FP8_CAPABILITY = (8, 9)
 INT_MM_ROWS = 17
+MANY_ROWS = 1024
+"""Up to so many rows codes are unpacked again for each tile of rows; for more the matrix is dequantized first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class Products:
         self.why_not_specialized = (
             why_not_specialized(capability, dtype) if self._cuda else "the interpreter cannot run it"
         )
+        self._specialized = self.why_not_specialized is None and dtype == torch.bfloat16
         found = [m for m in matrices if not isinstance(m, torch.Tensor)]
         dense = max((m.shape[0] * m.shape[1] for m in found if self.rounded_to(m) != torch.float8_e4m3fn), default=0)
         self._scratch = torch.empty(dense, dtype=dtype, device=device)
@@ -124,7 +127,17 @@ class Products:
         if isinstance(w, PackedParts):
             return None
         rounded = self.rounded_to(w) is not None
-        return self._table.quantized(rows, w, pair=pair, rounded=rounded, direct=self._direct)
+        return self._table.quantized(
+            rows, w, pair=pair, rounded=rounded, direct=self._direct, specialized=self._specialized
+        )  # fmt: skip
+
+    def _many(self, rows: int, w: Matrix) -> GemmConfig | None:
+        """The same for more rows than `config` knows, as a product of its own."""
+        if not isinstance(w, QuantMatrix) or not MAX_ROWS.value < rows <= MANY_ROWS or not self._specialized:
+            return None
+        return self._table.quantized(
+            MAX_ROWS.value, w, pair=False, rounded=self.rounded_to(w) is not None, specialized=True
+        )
 
     def fused(self, x: torch.Tensor | Gained, w: Matrix, out: torch.Tensor, config: GemmConfig, **more: Any) -> None:
         """The product that `config` configures, with its epilogues (`skinny_gemm`)."""
@@ -149,7 +162,7 @@ class Products:
         if isinstance(x, Rounded):
             self._eight_bits(x, w, bias, out)
             return
-        config = self.config(len(x), w)
+        config = self.config(len(x), w) or self._many(len(x), w)
         if config is not None:
             quantized_gemm(x, w, out, self._work, config, bias=bias, pdl=self._pdl)
         elif (rounded := self.rounding(w, len(x))) is not None:
@@ -162,6 +175,9 @@ class Products:
 
     def added(self, x: torch.Tensor, y: torch.Tensor, w: QuantMatrix | PackedParts, scale: float) -> None:
         """x += scale · y w', the sum rounded once."""
+        if (config := self._many(len(x), w)) is not None:
+            quantized_gemm(y, w, x, self._work, config, residual=x, scale=scale, pdl=self._pdl)
+            return
         torch.addmm(x, y, self._dense(w).t(), alpha=scale, out=x)
 
     def _dense(self, w: QuantMatrix | PackedParts) -> torch.Tensor:

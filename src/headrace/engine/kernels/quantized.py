@@ -27,7 +27,7 @@ from headrace.engine.kernels.activation import ACTIVATIONS, act
 from headrace.engine.kernels.decode import arrived_last
 from headrace.engine.kernels.gemm import MAX_ROWS, Gained, GemmConfig, GemmWorkspace, prefetch, shrink_of
 from headrace.engine.kernels.launchers import power_of_2
-from headrace.engine.kernels.unpack import INT4, MXFP4, MXFP4_BITS, NF4_CODES, byte_words, unpacked, valued
+from headrace.engine.kernels.unpack import FP8, INT4, MXFP4, MXFP4_BITS, NF4_CODES, byte_words, unpacked, valued
 from headrace.engine.quant.tables import DYNAMIC, NF4
 
 log = logging.getLogger("headrace.engine")
@@ -354,6 +354,23 @@ def not_direct(w: QuantMatrix, columns: int, config: GemmConfig) -> str | None:
     return None
 
 
+def not_specialized(w: QuantMatrix, config: GemmConfig) -> str | None:
+    """Why a product with `w` cannot take `headrace.engine.kernels.quantized_hopper`; None if it can."""
+    if w.kind == FP8.value or w.shared != 1:
+        return f"{w.form} is not unpacked there"
+    if w.kind in (INT4.value, NF4_CODES.value) and w.chunk_bytes != 64:
+        return f"its chunks are of {2 * w.chunk_bytes} inputs"
+    if w.group and w.kind != MXFP4.value and w.group not in (64, 128):
+        return f"groups of {w.group} are no halves of a block"
+    if w.zeros is not None and w.kind != INT4.value:
+        return "zero points of 8 bits are not read"
+    if w.shape[1] % DIRECT_INPUTS:
+        return f"{w.shape[1]} inputs are not a multiple of {DIRECT_INPUTS}"
+    if w.shape[0] % (config.block_n * config.column_groups):
+        return f"{w.shape[0]} outputs are not whole tiles of {config.block_n * config.column_groups}"
+    return None
+
+
 def quantized_gemm(
     x: torch.Tensor | Gained,
     w: QuantMatrix,
@@ -371,7 +388,16 @@ def quantized_gemm(
     pdl: bool = False,
 ) -> None:
     """`headrace.engine.kernels.gemm.skinny_gemm` with quantized weights. The inner steps of `config` must divide the inputs;
-    to a direct one `not_direct` must have no objection, and activations are bf16."""
+    to a direct one `not_direct` must have no objection, to one with `block_m` `not_specialized`; with either, activations
+    are bf16."""
+    if config.block_m:
+        from headrace.engine.kernels.quantized_hopper import hopper_quantized_gemm
+
+        hopper_quantized_gemm(
+            x, w, out, work, config, eps=eps, bias=bias, residual=residual, scale=scale, pair=pair, gain=gain,
+            gained=gained, pdl=pdl,
+        )  # fmt: skip
+        return
     normed = isinstance(x, Gained)
     source = x.values if isinstance(x, Gained) else x
     rows, inner = source.shape

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.files import data_dir
-from headrace.engine.kernels.gemm import GemmConfig
-from headrace.engine.kernels.quantized import DIRECT_INPUTS, QuantMatrix, not_direct
+from headrace.engine.kernels.gemm import SPECIALIZED_BYTES, GemmConfig
+from headrace.engine.kernels.quantized import DIRECT_INPUTS, QuantMatrix, not_direct, not_specialized
+from headrace.engine.kernels.unpack import INT8
 
 SHIPPED = Path(__file__).parent / "configs"
 BUCKETS = (4, 16, 32, 64, 128, 192, 256)
@@ -104,10 +105,10 @@ class GemmTable:
         return self.guess(columns, inner, pair=pair) if rows <= 16 else None
 
     def quantized(
-        self, rows: int, w: QuantMatrix, *, pair: bool, rounded: bool, direct: bool = False
+        self, rows: int, w: QuantMatrix, *, pair: bool, rounded: bool, direct: bool = False, specialized: bool = False
     ) -> GemmConfig | None:
         """How codes of `w` are streamed for `rows`, or None where a product of dequantized weights, or (`rounded`) of
-        activations of 8 bits, is the better one. `direct`: whether such configurations can run."""
+        activations of 8 bits, is the better one. `direct`, `specialized`: whether such configurations can run."""
         columns, inner = w.shape[0] // (2 if pair else 1), w.shape[1]
         for bucket in QUANTIZED_BUCKETS:
             name = key(bucket, columns, inner, pair=pair, form=STREAMED_AS.get(w.form, w.form))
@@ -116,10 +117,14 @@ class GemmTable:
                 if entry is None:
                     return None
                 found = GemmConfig(**({"rows": bucket} | entry))
-                if not found.direct or (direct and not_direct(w, columns, found) is None):
+                if found.block_m:
+                    fits = specialized and not_specialized(w, found) is None
+                else:
+                    fits = not found.direct or (direct and not_direct(w, columns, found) is None)
+                if fits:
                     return found
         if rows > (16 if rounded else 64):
-            return None
+            return specialized_guess(rows, w) if specialized and not rounded else None
         if direct and rows == 1 and (chosen := direct_guess(w, columns, pair=pair)) is not None:
             return chosen
         # Two warps unpack 32 outputs; eight programs on every multiprocessor hide the latency of their loops.
@@ -168,6 +173,18 @@ def direct_guess(w: QuantMatrix, columns: int, *, pair: bool) -> GemmConfig | No
             if not_direct(w, columns, found) is None:
                 return found
     return None
+
+
+def specialized_tile(w: QuantMatrix, rows: int, block_m: int, block_n: int) -> GemmConfig:
+    """A configuration of `headrace.engine.kernels.quantized_hopper`: two groups of so many outputs, as many stages as fit."""
+    stages = SPECIALIZED_BYTES // (256 * block_m + 2 * block_n * (128 if w.kind == INT8.value else 64))
+    return GemmConfig(block_n, 128, 1, 8, stages, rows=rows, block_m=block_m, column_groups=2)
+
+
+def specialized_guess(rows: int, w: QuantMatrix) -> GemmConfig | None:
+    """Such a configuration for more rows than few, where one fits."""
+    found = specialized_tile(w, 128, 128, 128) if rows <= 128 else specialized_tile(w, 256, 256, 64)
+    return found if not_specialized(w, found) is None else None
 
 
 def decode_key(bucket: int, head_dim: int, kv: str = "") -> str:

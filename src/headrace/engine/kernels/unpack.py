@@ -177,6 +177,22 @@ _NF4_0, _NF4_1 = tl.constexpr(_nf4(0)), tl.constexpr(_nf4(1))
 _INT8, _FP8, _FP8_TINY = tl.constexpr(_int8()), tl.constexpr(_fp8()), tl.constexpr(_fp8_tiny())
 
 
+_INT4_PAIR_0 = tl.constexpr(
+    "{ .reg .b32 t; lop3.b32 t, $1, 0x000F000F, 0x43004300, 0xEA; fma.rn.bf16x2 $0, t, $2, $3; }"
+)
+_INT4_PAIR_1 = tl.constexpr(
+    "{ .reg .b32 t; shr.b32 t, $1, 4; lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; fma.rn.bf16x2 $0, t, $2, $3; }"
+)
+_MXFP4_PAIR_0 = tl.constexpr(
+    "{ .reg .b32 t; shf.l.wrap.b32 t, $1, $1, $2; and.b32 t, t, 0x81C081C0; "
+    "fma.rn.bf16x2 t, t, $5, $6; fma.rn.bf16x2 $0, t, $4, $6; }"
+)
+_MXFP4_PAIR_1 = tl.constexpr(
+    "{ .reg .b32 s, t; shf.l.wrap.b32 t, $1, $1, $2; and.b32 t, t, 0x01C001C0; shf.l.wrap.b32 s, $1, $1, $3; "
+    "lop3.b32 t, s, 0x80008000, t, 0xEA; fma.rn.bf16x2 t, t, $5, $6; fma.rn.bf16x2 $0, t, $4, $6; }"
+)
+
+
 @triton.jit
 def _asm(packed, CODE: tl.constexpr):
     return tl.inline_asm_elementwise(CODE, "=&r,=&r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)
@@ -297,6 +313,72 @@ def spread(words, even, odd):
         "prmt.b32 $0, $4, 0, $6; prmt.b32 $1, $4, 0, $8; prmt.b32 $2, $5, 0, $6; prmt.b32 $3, $5, 0, $8;",
         "=&r,=&r,=&r,=&r,r,r,r,r,r,r", [words, even, odd], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
         is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+# Pairs: words (int32) of two neighbouring inputs' bf16 values. They are made of words of two bytes, the rest zeros.
+
+
+@triton.jit
+def spread_bytes(words):
+    """The two low bytes as the low bytes of the word's halves."""
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, 0, 0x4140;", "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def int4_pairs(spread, HALF: tl.constexpr):
+    """The signed codes of the low (`HALF` 0) or the high (1) halves of `spread_bytes`."""
+    return tl.inline_asm_elementwise(
+        _INT4_PAIR_0 if HALF == 0 else _INT4_PAIR_1, "=r,r,r,r", [spread, 0x3F803F80, -0x3CF73CF8], dtype=tl.int32,
+        is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def shifted_pairs(spread, less, HALF: tl.constexpr):
+    """The same of unsigned codes: 128 + code + `less`, a pair."""
+    return tl.inline_asm_elementwise(
+        _INT4_PAIR_0 if HALF == 0 else _INT4_PAIR_1, "=r,r,r,r", [spread, 0x3F803F80, less], dtype=tl.int32,
+        is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def int8_pairs(spread):
+    """The signed codes of `spread_bytes`."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t, c; lop3.b32 c, $1, 0x007F007F, 0x43004300, 0xEA; lop3.b32 t, $1, 0x00800080, 0x43004300, 0xEA; "
+        "fma.rn.bf16x2 $0, t, $2, c; }",
+        "=r,r,r", [spread, -0x407F4080], dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def nf4_pairs(words, HALF: tl.constexpr):
+    """The values of NF4 of the low or the high halves of words (int16) of two bytes."""
+    return tl.inline_asm_elementwise(
+        _NF4_0 if HALF == 0 else _NF4_1, "=&r,=&r,r", [words], dtype=tl.int32, is_pure=True, pack=2
+    )  # fmt: skip
+
+
+@triton.jit
+def mxfp4_pairs(words, size, sign, by, HALF: tl.constexpr):
+    """Of words of MXFP4 bytes a pair of the word's first (`HALF` 0) or second half, times `by`: the one that turning left by
+    `size` and `sign` brings to its place (of the first half they are the same)."""
+    return tl.inline_asm_elementwise(
+        _MXFP4_PAIR_0 if HALF == 0 else _MXFP4_PAIR_1, "=r,r,r,r,r,r,r", [words, size, sign, by, 0x7E807E80, -0x7FFF8000],
+        dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def scaled_pairs(pairs, large, small):
+    """Pairs times the sum of two factors."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t; fma.rn.bf16x2 t, $1, $3, $4; fma.rn.bf16x2 $0, $1, $2, t; }", "=r,r,r,r,r",
+        [pairs, large, small, -0x7FFF8000], dtype=tl.int32, is_pure=True, pack=1,
     )  # fmt: skip
 
 
