@@ -179,6 +179,37 @@ def test_modules_left_alone_stay_plain_and_are_accounted(tmp_path):
         engine.close()
 
 
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("gptq", {"lm_head": True, "modules_to_not_convert": []}),
+        ("awq", {"modules_to_not_convert": []}),
+        ("ct-int4", {"ignore": []}),
+        ("fp8-block", {"modules_to_not_convert": []}),
+        ("bnb-nf4", {"llm_int8_skip_modules": []}),
+    ],
+)
+def test_a_checkpoint_may_quantize_its_head_too(tmp_path, kind, config):
+    model, folder = tiny_model(tmp_path, "llama", **SMALL)
+    head = KINDS[kind].pack(model.lm_head.weight.detach().float())
+
+    def pack_head(tensors):
+        del tensors["lm_head.weight"]
+        tensors.update({f"lm_head.{part}": tensor for part, tensor in head.tensors.items()})
+
+    values = quantize_folder(folder, kind, change=pack_head, config=config)
+    model.load_state_dict(values | {"lm_head.weight": head.values}, strict=False)
+    engine = Engine.of(str(folder), threads=1)
+    try:
+        s = engine.add(list(range(3, 40)), prompt_logprobs=VOCAB)
+        engine.generate([s], 1)
+        np.testing.assert_allclose(dense(s.prompt_logprobs), reference(model, s.prompt)[:-1], atol=TOLERANCE, rtol=0)
+        (weights,) = engine.model.memory()[:1]
+        assert weights.predicted_bytes == weights.actual_bytes
+    finally:
+        engine.close()
+
+
 def test_a_quantized_checkpoint_is_dequantized_on_demand(tmp_path):
     model, folder, _ = quantized(tmp_path, "gptq-act-asym")
     engine = Engine.of(str(folder), weights="fp32", threads=1)
