@@ -165,3 +165,43 @@ def test_a_card_s_table_keeps_what_one_version_of_the_library_was_measured_with(
     assert written({"version": 3, "products": {"80x8x8": None}})["products"] == {"96x8x8": one, "80x8x8": None}
     assert written(None)["products"] == {"96x8x8": one, "80x8x8": None}
     assert written({"version": 4, "products": {}}) == {"version": 4, "products": {}}
+
+
+def test_products_are_made_once_and_the_oldest_go(monkeypatch):
+    from headrace.engine.cuda import library as module
+
+    table = LibraryTable()
+    entries = {"96x40x8": {"algorithm": "a", "parts": 2}, "256x40x8": None, "512x40x8": {"algorithm": "b", "parts": 1}}
+    table.add({"version": 1, "products": entries})
+    library = Library(table, torch.bfloat16, torch.device("cpu"))
+    library.why_not = None
+    made, closed = [], []
+
+    class Product:
+        def __init__(self, rows, parts):
+            self.rows, self.parts = rows, parts
+            made.append(rows)
+
+        def close(self):
+            closed.append(self.rows)
+
+    monkeypatch.setattr(library, "made", lambda rows, _columns, _inner, entry: Product(rows, entry["parts"]))
+    monkeypatch.setattr(module, "_KEPT", 3)
+    w = torch.zeros(40, 8)
+
+    def find(rows, **more):
+        return library.find(torch.zeros(rows, 8), w, **more)
+
+    assert find(80) is None  # comes in parts, which this caller cannot take
+    assert find(80, parts=True) is find(80, parts=True)
+    assert find(200, parts=True) is None
+    assert find(300).parts == 1
+    assert find(300) is find(300)
+    assert made == [80, 300]
+    assert find(301) is not None
+    assert closed == [80]
+    assert find(302) is not None
+    assert closed == [80]  # the next to go was one without an entry
+    assert find(303) is not None
+    assert closed == [80, 300]
+    assert library.find(torch.zeros(303, 16)[:, :8], w) is None

@@ -11,7 +11,6 @@ Called through ctypes, for torch offers no choice of algorithms. Handles are opa
 from __future__ import annotations
 
 import ctypes
-from collections import OrderedDict
 from collections.abc import Mapping
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from typing import Any
@@ -161,7 +160,8 @@ class Library:
     def __init__(self, table: LibraryTable, dtype: torch.dtype, device: torch.device) -> None:
         self._table = table
         self._kind = _TYPES.get(dtype)
-        self._made: OrderedDict[tuple[int, int, int], LibraryProduct | CutProduct | None] = OrderedDict()
+        # Of numbers of rows that were asked for, those without an entry among them; the oldest is the first to go.
+        self._made: dict[tuple[int, int, int], LibraryProduct | CutProduct | None] = {}
         self._handle = c_void_p()
         self.version = 0
         self.why_not = self._open(dtype, device)
@@ -204,17 +204,16 @@ class Library:
         if self.why_not is not None:
             return None
         rows, (columns, inner) = len(x), w.shape
-        entry = self._table.entry(rows, columns, inner)
-        if entry is None or (entry["parts"] > 1 and not parts) or not (x.is_contiguous() and w.is_contiguous()):
-            return None
         key = (rows, columns, inner)
-        if key in self._made:
-            self._made.move_to_end(key)
-            return self._made[key]
-        self._made[key] = self.made(rows, columns, inner, entry)
-        if len(self._made) > _KEPT and (old := self._made.popitem(last=False)[1]) is not None:
-            old.close()
-        return self._made[key]
+        if key not in self._made:
+            entry = self._table.entry(rows, columns, inner)
+            self._made[key] = None if entry is None else self.made(rows, columns, inner, entry)
+            if len(self._made) > _KEPT and (old := self._made.pop(next(iter(self._made)))) is not None:
+                old.close()
+        found = self._made[key]
+        if found is None or (found.parts > 1 and not parts) or not (x.is_contiguous() and w.is_contiguous()):
+            return None
+        return found
 
     def made(self, rows: int, columns: int, inner: int, entry: Mapping[str, Any]) -> LibraryProduct | CutProduct | None:
         """The product that an entry of the table describes; None if it cannot be computed so."""
