@@ -183,7 +183,10 @@ def specialized_tile(w: QuantMatrix, rows: int, block_m: int, block_n: int) -> G
 
 def specialized_guess(rows: int, w: QuantMatrix) -> GemmConfig | None:
     """Such a configuration for more rows than few, where one fits."""
-    found = specialized_tile(w, 128, 128, 128) if rows <= 128 else specialized_tile(w, 256, 256, 64)
+    # Wide tiles read x less often, but cut products of few outputs into too many parts of tiles.
+    wide = rows <= 128 and len(w) >= 64 * 256
+    block_m = 128 if rows <= 128 else 256
+    found = specialized_tile(w, block_m, block_m, 128 if wide else 64)
     return found if not_specialized(w, found) is None else None
 
 
