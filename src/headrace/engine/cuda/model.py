@@ -222,7 +222,9 @@ class CudaModel:
     def _staging(self, decoder: Decoder, limits: Limits) -> list[MemoryItem]:
         if decoder.staged is None:
             return []
-        self._notes.append(f"KV {self.kv_precision}: its kernels are tuned for no GPU; on an H200 decode steps take 1.1 to 1.4 times those of int8")
+        self._notes.append(
+            f"KV {self.kv_precision}: its kernels are tuned for no GPU; on an H200 decode steps take 1.1 to 1.4 times those of int8"
+        )
         predicted = kv_staging_bytes(self.spec, self.kv_precision, limits.max_num_seqs, self._computed)
         return [MemoryItem("kv_staging", predicted, decoder.staged.nbytes)]
 
