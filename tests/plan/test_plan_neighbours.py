@@ -9,6 +9,7 @@ import pytest
 
 from headrace.plan import fitting
 from headrace.plan.calibration import METRICS, shipped
+from headrace.plan.costs.roofline import fastest_seconds
 from headrace.plan.deployment import Inputs, resolve
 from headrace.plan.neighbours import NOISE, Run, campaign_name, likeness, position, shift
 from headrace.plan.perf import perf_deployment, predict
@@ -31,7 +32,9 @@ QUESTION = Inputs(
 
 @pytest.fixture(scope="module")
 def table():
-    return fitting.table([p for p in read_points(POINTS) if p.family in ("qwen3", "gpt-oss")])
+    t = fitting.table([p for p in read_points(POINTS) if p.family in ("qwen3", "gpt-oss")])
+    least = fastest_seconds(t.decode, t.peaks) / t.counts["tokens_per_step"]
+    return fitting.table([p for p, cannot in zip(t.points, t.observed["tpot"] < least, strict=True) if not cannot])
 
 
 def test_an_error_is_shared_fully_at_its_place_and_fades():

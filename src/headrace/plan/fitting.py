@@ -36,6 +36,7 @@ from headrace.plan.costs.roofline import (
     GENERATION_TERMS,
     Efficiency,
     Peaks,
+    fastest_seconds,
     kernel_path,
     terms,
 )
@@ -352,8 +353,13 @@ def kriging_weights(at: Sequence[Sequence[float]], errors: Array) -> Array:
 
 
 def with_runs(t: Table, c: Calibration, mask: Mask) -> Calibration:
-    """The calibration with the errors that it makes on the points of `mask`, as weights of measured runs."""
+    """The calibration with the errors that it makes on the points of `mask`, as weights of measured runs.
+
+    A run that took less time per token than the datasheet's peaks allow was no such run, and speaks for no other.
+    """
     predicted = predict(t, c)
+    least = fastest_seconds(t.decode, t.peaks) / t.counts["tokens_per_step"]
+    mask = mask & ~(t.observed["tpot"] < least)
     runs: dict[str, list[Run]] = {}
     for name in sorted({t.campaigns[i] for i in np.flatnonzero(mask)}):
         rows = [i for i in np.flatnonzero(mask) if t.campaigns[i] == name]

@@ -13,7 +13,8 @@ from headrace.plan.costs.roofline import Efficiency, efficiency, fastest_seconds
 from headrace.plan.deployment import Deployment, Inputs, describe, resolve, trained_context_note
 from headrace.plan.economics import usd_per_million
 from headrace.plan.neighbours import TP, campaign_name, position, shift
-from headrace.plan.workload import Traffic, traffic
+from headrace.plan.workload import COMPUTE, Traffic, traffic
+from headrace.spec import hardware
 from headrace.spec.hardware import Gpu
 from headrace.spec.prediction import Figure, Grade, Prediction
 
@@ -64,7 +65,32 @@ def perf_deployment(d: Deployment, calibration: CalibrationSet | None = None) ->
     grade: Grade = "fitted" if d.gpu.generation in generations else "guess"
     if d.engine not in {name.split("|")[1] for name in chosen.families}:
         grade = "guess"
-    return predict(d, chosen.main, _tier(d, chosen) if seen else chosen.unseen, grade)
+    tier = _tier(d, chosen) if seen else chosen.unseen
+    slowest = None
+    if not chosen.main.runs.get(campaign_name(d.model.family, d)):
+        slowest = _on_better_cards(d, chosen.main, tier, grade)
+    return predict(d, chosen.main, tier, grade, slowest)
+
+
+def _on_better_cards(d: Deployment, c: Calibration, tier: Tier, grade: Grade) -> Figure | None:
+    """The longest time per token that the same requests are predicted to have on a card of the same chip that is better.
+
+    Fitted offsets of a card follow the few campaigns measured there; alone they would let a card outrun a better one.
+    """
+    better = [g for g in hardware.catalog().values() if _outdoes(g, d.gpu)]
+    running = traffic(d).running * d.replicas if better else 0
+    times = []
+    for gpu in better:
+        there = resolve(msgspec.structs.replace(d.inputs, gpu=gpu.id, concurrency=running))
+        times.append(predict(there, c, tier, grade).tpot_ms)
+    return max(times, key=lambda figure: figure.value, default=None)
+
+
+def _outdoes(a: Gpu, b: Gpu) -> bool:
+    """Whether a card is another's chip with faster memory, no less of it and no slower links, as the H200 is the H100's."""
+    same_chip = a.generation == b.generation and all(a.peak_flops(unit) == b.peak_flops(unit) for unit in COMPUTE)
+    no_less = a.memory_bytes >= b.memory_bytes and a.link_bandwidth >= b.link_bandwidth
+    return same_chip and a.bandwidth > b.bandwidth and no_less
 
 
 def _tier(d: Deployment, c: CalibrationSet) -> Tier:
@@ -85,8 +111,8 @@ def engine_efficiency(d: Deployment, c: Calibration) -> tuple[Efficiency, tuple[
     return efficiency(c.parameters, engine, d.gpu.generation, d.weights), tuple(notes)
 
 
-def predict(d: Deployment, c: Calibration, tier: Tier, grade: Grade) -> Performance:
-    """Prediction with a given fit and given intervals."""
+def predict(d: Deployment, c: Calibration, tier: Tier, grade: Grade, slowest: Figure | None = None) -> Performance:
+    """Prediction with a given fit and given intervals; the time per token is no shorter than `slowest`."""
     t: Traffic = traffic(d)
     e, assumed = engine_efficiency(d, c)
     effect = c.effect(group_names(d.model.family, d))
@@ -100,6 +126,8 @@ def predict(d: Deployment, c: Calibration, tier: Tier, grade: Grade) -> Performa
     near = {m: shift(runs, at, m) for m in METRICS}
     ttft = _figure(times.ttft_s * 1e3 * math.exp(effect.ttft + near["ttft"]), tier.ttft, grade)
     tpot = _figure(times.tpot_s * 1e3 * math.exp(effect.tpot + near["tpot"]), tier.tpot, grade)
+    if slowest is not None and slowest.value > tpot.value:
+        tpot = slowest
     ttft, tpot, held = _possible(t, ttft, tpot)
     if d.inputs.concurrency is None:
         of_rate = ["throughput is that of a queue that never empties, learned from such runs apart from the times"]

@@ -199,7 +199,7 @@ def fastest_seconds(w: Work, p: Peaks) -> Number:
     arithmetic = (w.gemm_flops + w.expert_flops) / p.weight_flops
     arithmetic += (w.gemm16_flops + w.prefill_attention_flops + w.decode_attention_flops + w.state_flops) / p.flops16
     traffic = (w.gemm_bytes + w.expert_bytes + w.decode_attention_bytes + w.state_bytes) / p.bandwidth
-    return max(arithmetic, traffic)
+    return (arithmetic + traffic + abs(arithmetic - traffic)) / 2  # the larger, of arrays too
 
 
 def step_seconds(w: Work, p: Peaks, e: Efficiency) -> Number:
