@@ -251,6 +251,22 @@ async def test_who_is_abandoned_by_the_sink_of_another_hears_nothing_more() -> N
         assert client.stats.free_blocks == client.stats.total_blocks
 
 
+async def test_a_sink_that_raises_ends_its_own_request_alone() -> None:
+    async with engine(step_s=0.005) as client:
+        got: list[Output] = []
+
+        def broken(output: Output) -> None:
+            got.append(output)
+            raise RuntimeError("a bug of its own")
+
+        client.follow(request("broken", max_tokens=100), broken)
+        assert len(tokens(await collect(client, request("other", max_tokens=30)))) == 30
+        assert len(got) == 1
+        await until(lambda: client.stats.running == 0)
+        assert client.restarts == 0
+        assert client.state == "ready"
+
+
 async def test_an_asked_for_abort_ends_with_counts() -> None:
     async with engine(step_s=0.005) as client:
         got = []

@@ -237,7 +237,11 @@ class EngineProcessClient:
             if output.finish is not None:
                 self._forget(output.request_id)
             flight.tokens += len(output.token_ids)
-            flight.sink(output)
+            try:
+                flight.sink(output)
+            except Exception:  # against its contract; the others of this message, and the channel, must not suffer
+                log.exception("who follows request %r failed on its output", output.request_id)
+                self.abandon(output.request_id)
 
     def _forget(self, request_id: str) -> _Flight | None:
         flight = self._flights.pop(request_id, None)
