@@ -89,6 +89,8 @@ struct Kernels {
   // x[k] -> groups of 32 (k padded with zeros to whole groups). NaN or infinity in a group makes its scale NaN, so that a
   // broken row stays visibly broken.
   void (*quantize)(const float* x, int64_t k, QGroup* out);
+  // `count` whole groups at x, x + stride, … into out, out + out_stride, …: what an item of a loop made of several rows.
+  void (*quantize_groups)(const float* x, int64_t stride, int64_t count, QGroup* out, int64_t out_stride);
   // out[row * ldo + output] for the 16 outputs of each of `tiles` tiles from `tile` on and `rows` rows. Each (row, output) is
   // accumulated over groups in ascending order whatever `rows` and `tiles` are: a row's result does not depend on its batch mates.
   void (*gemm_q)(const Matrix& m, int64_t tile, int64_t tiles, const QRows& x, int64_t row0, int64_t rows, float* out, int64_t ldo);

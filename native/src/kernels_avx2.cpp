@@ -10,7 +10,7 @@ namespace headrace::avx2 {
 namespace headrace {
 const Kernels* kernels_avx2() {
   using namespace avx2;
-  static const Kernels table{"avx2", quantize, gemm_q, gemm_f, rms_norm, gated, attention, merge_segments, extremes, exponentials, store_kv};
+  static const Kernels table{"avx2", quantize, quantize_groups, gemm_q, gemm_f, rms_norm, gated, attention, merge_segments, extremes, exponentials, store_kv};
   return &table;
 }
 }  // namespace headrace

@@ -187,7 +187,7 @@ static void tiles_of(const Matrix& m, int64_t first, int64_t tiles, const QRows&
 namespace headrace {
 const Kernels* kernels_avx512() {
   using namespace avx512;
-  static const Kernels table{"avx512-vnni", quantize, gemm_q, gemm_f, rms_norm, gated, attention, merge_segments, extremes, exponentials, store_kv};
+  static const Kernels table{"avx512-vnni", quantize, quantize_groups, gemm_q, gemm_f, rms_norm, gated, attention, merge_segments, extremes, exponentials, store_kv};
   return &table;
 }
 }  // namespace headrace

@@ -15,7 +15,7 @@ namespace headrace::avxvnni {
 namespace headrace {
 const Kernels* kernels_avxvnni() {
   using namespace avxvnni;
-  static const Kernels table{"avx-vnni", quantize, gemm_q, gemm_f, rms_norm, gated, attention, merge_segments, extremes, exponentials, store_kv};
+  static const Kernels table{"avx-vnni", quantize, quantize_groups, gemm_q, gemm_f, rms_norm, gated, attention, merge_segments, extremes, exponentials, store_kv};
   return &table;
 }
 }  // namespace headrace

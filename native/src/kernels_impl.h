@@ -11,42 +11,54 @@
 
 namespace headrace::HR_ISA {
 
-static void quantize(const float* x, int64_t k, QGroup* out) {
-  const int64_t groups = (k + kGroup - 1) / kGroup;
-  constexpr int kAtOnce = 16;  // groups whose maxima are found before their codes: neither then waits for the other
-  float tail[kGroup];
-  for (int64_t from = 0; from < groups; from += kAtOnce) {
-    const int count = (int)std::min<int64_t>(kAtOnce, groups - from);
-    const float* at[kAtOnce];
-    float scale[kAtOnce], inverse[kAtOnce];
-    for (int i = 0; i < count; i++) {
-      const int64_t g = from + i;
-      at[i] = x + g * kGroup;
-      if ((g + 1) * kGroup > k) {
-        for (int j = 0; j < kGroup; j++) tail[j] = g * kGroup + j < k ? at[i][j] : 0.0f;
-        at[i] = tail;
-      }
-      const F a = load(at[i]), b = load(at[i] + 16);
-      const float top = max_lanes(max(abs(a), abs(b)));
-      const bool broken = has_nan(fma(a, zero(), mul(b, zero())));  // 0 * infinity is NaN too
-      scale[i] = broken ? std::numeric_limits<float>::quiet_NaN() : top / 127.0f;
-      inverse[i] = top > 0 && !broken ? 127.0f / top : 0.0f;
+// Groups of 32 at x, x + stride, … into out, out + out_stride, …; several at once, so that none waits for the maximum of another.
+static void quantize_groups(const float* x, int64_t stride, int64_t count, QGroup* out, int64_t out_stride) {
+  constexpr int kAtOnce = 16;
+  for (int64_t from = 0; from < count; from += kAtOnce, x += kAtOnce * stride, out += kAtOnce * out_stride) {
+    const int n = (int)std::min<int64_t>(kAtOnce, count - from);
+    float scale[kAtOnce] = {0}, inverse[kAtOnce];
+    bool broken = false;
+    for (int i = 0; i < n; i++) {
+      const F a = load(x + i * stride), b = load(x + i * stride + 16);
+      scale[i] = max_lanes(max(abs(a), abs(b)));
+      broken |= has_nan(fma(a, zero(), mul(b, zero())));  // 0 * infinity is NaN too
     }
-    for (int i = 0; i < count; i++) {
-      QGroup& o = out[from + i];
+    const F top = load(scale);
+    store(scale, div(top, set1(127.0f)));
+    store(inverse, div(set1(127.0f), top));
+    for (int i = 0; i < n; i++)
+      if (!(scale[i] > 0)) inverse[i] = 0;
+    if (broken)
+      for (int i = 0; i < n; i++) {
+        const F a = load(x + i * stride), b = load(x + i * stride + 16);
+        if (!has_nan(fma(a, zero(), mul(b, zero())))) continue;
+        scale[i] = std::numeric_limits<float>::quiet_NaN();
+        inverse[i] = 0;
+      }
+    for (int i = 0; i < n; i++) {
+      QGroup& o = out[i * out_stride];
       const F v = set1(inverse[i]);
-      store_s8(o.codes, round(mul(load(at[i]), v)));
-      store_s8(o.codes + 16, round(mul(load(at[i] + 16), v)));
+      store_s8(o.codes, round(mul(load(x + i * stride), v)));
+      store_s8(o.codes + 16, round(mul(load(x + i * stride + 16), v)));
       o.scale = scale[i];
     }
-    for (int i = 0; i < count; i++) {
-      QGroup& o = out[from + i];
+    for (int i = 0; i < n; i++) {
+      QGroup& o = out[i * out_stride];
       const int32_t s0 = sum_s8(o.codes), s1 = sum_s8(o.codes + 16);
       o.weighted = o.scale * (float)(s0 + s1);
       o.sum = s0 + s1;
       o.half_sum = s0;
     }
   }
+}
+
+static void quantize(const float* x, int64_t k, QGroup* out) {
+  const int64_t whole = k / kGroup;
+  quantize_groups(x, kGroup, whole, out, 1);
+  if (k % kGroup == 0) return;
+  float tail[kGroup] = {0};
+  std::memcpy(tail, x + whole * kGroup, (k - whole * kGroup) * sizeof(float));
+  quantize_groups(tail, kGroup, 1, out + whole, 1);
 }
 
 // ---- float activations

@@ -124,7 +124,7 @@ static void tile_of(const Matrix& m, int64_t t, const QRows& x, int64_t row0, in
 namespace headrace {
 const Kernels* kernels_neon() {
   using namespace neon;
-  static const Kernels table{"neon", quantize, gemm_q, gemm_f, rms_norm, gated, attention, merge_segments, extremes, exponentials, store_kv};
+  static const Kernels table{"neon", quantize, quantize_groups, gemm_q, gemm_f, rms_norm, gated, attention, merge_segments, extremes, exponentials, store_kv};
   return &table;
 }
 }  // namespace headrace

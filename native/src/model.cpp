@@ -346,7 +346,7 @@ void Model::mlp(const LayerWeights& l, int64_t rows) {
   const int64_t groups = (I + kGroup - 1) / kGroup;
   pool_->run(groups * chunks, [&](int64_t item, int) {
     const int64_t row0 = item / groups * kRowChunk, n = std::min(kRowChunk, rows - row0), g = item % groups;
-    float gate_out[kRowChunk * kGroup], up_out[kRowChunk * kGroup];
+    alignas(64) float gate_out[kRowChunk * kGroup], up_out[kRowChunk * kGroup];
     const int64_t width = std::min<int64_t>(kGroup, I - g * kGroup);
     QRows own = q;
     own.ahead = ahead({0, kAfterGateUp}, item, 1, groups * chunks);
@@ -359,14 +359,15 @@ void Model::mlp(const LayerWeights& l, int64_t rows) {
           gate_out[r * kGroup + i] += l.gate_up.bias[g * kGroup + i];
           up_out[r * kGroup + i] += l.gate_up.bias[I + g * kGroup + i];
         }
+    if (codes && whole) {
+      k_->gated(c_.activation, gate_out, up_out, n * kGroup);
+      k_->quantize_groups(gate_out, kGroup, n, f.row(row0) + g, f.groups);
+      return;
+    }
     for (int64_t r = 0; r < n; r++) {
       float* row = gate_out + r * kGroup;
       k_->gated(c_.activation, row, up_out + r * kGroup, width);
-      if (codes && whole) {
-        k_->quantize(row, kGroup, f.row(row0 + r) + g);
-      } else {
-        std::copy_n(row, width, ff_.data() + (row0 + r) * I + g * kGroup);
-      }
+      std::copy_n(row, width, ff_.data() + (row0 + r) * I + g * kGroup);
     }
   });
   if (codes && !whole) quantize_rows(ff_.data(), I, I, rows, f, true);

@@ -117,6 +117,16 @@ void products(const Kernels& k, const Kernels& reference) {
         reference.quantize(x.data() + r * width, width, expected_q.data() + r * groups);
       }
       if (std::memcmp(q.data(), expected_q.data(), q.size() * sizeof(QGroup)) != 0) fail("quantize", k.name, 0, 0);
+      const bool broken_too = between(0, 1) == 1;  // what is not finite spoils its own group alone
+      auto other = x;
+      if (broken_too) other[between(0, rows - 1) * width] = std::numeric_limits<float>::infinity();
+      std::vector<QGroup> column(rows * groups);
+      for (int64_t g = 0; g < width / kGroup; g++) k.quantize_groups(other.data() + g * kGroup, width, rows, column.data() + g, groups);
+      for (int64_t i = 0; i < rows * groups; i++) {
+        if (i % groups >= width / kGroup) continue;
+        const bool spoilt = !std::isfinite(other[i / groups * width + i % groups * kGroup]);
+        if (spoilt ? column[i].scale == column[i].scale : std::memcmp(&column[i], &q[i], sizeof(QGroup)) != 0) fail("quantize a column", k.name, column[i].scale, q[i].scale);
+      }
       std::vector<float> found(rows * kTile), expected(rows * kTile), alone(kTile), together(rows * tiles * kTile);
       if (a.m.quantized()) k.gemm_q(a.m, 0, tiles, qr, 0, rows, together.data(), tiles * kTile);
       for (int64_t t = 0; t < a.m.tiles; t++) {

@@ -106,9 +106,12 @@ void rows(const Kernels& k) {
   constexpr int64_t n = 1536, count = 64;
   const std::vector<float> x = normal(n * count), ones(n, 1.0f);
   std::vector<float> y(n);
-  std::vector<QGroup> codes(n / kGroup);
+  std::vector<QGroup> codes(n / kGroup), spread(8 * n / kGroup);
   const auto print = [&](const char* name, double s) { std::printf("%s: %.2f ns per 32 numbers\n", name, 1e9 * s / count / n * kGroup); };
   print("rounding to codes", seconds(count, [&](size_t r) { k.quantize(x.data() + r * n, n, codes.data()); }));
+  print("rounding rows of 32", seconds(count / 8, [&](size_t i) {
+          for (int64_t g = 0; g < n / kGroup; g++) k.quantize_groups(x.data() + i * 8 * n + g * kGroup, n, 8, spread.data() + g, n / kGroup);
+        }));
   print("norm", seconds(count, [&](size_t r) { k.rms_norm(x.data() + r * n, ones.data(), 0, n, 1e-6f, y.data()); }));
   print("gated SiLU, with a copy", seconds(count, [&](size_t r) {
           std::copy_n(x.data() + r * n, n, y.data());
