@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +14,8 @@ from test_kernels_quantized import packed_parts
 from headrace.engine.cuda.products import MANY_ROWS, Products
 from headrace.engine.cuda.repack import repacked
 from headrace.engine.kernels.gemm import MAX_ROWS, SPECIALIZED_BYTES, Gained, GemmConfig, GemmWorkspace
-from headrace.engine.kernels.quantized import dequantize, not_specialized, quantized_gemm
-from headrace.engine.kernels.table import GemmTable, specialized_guess
+from headrace.engine.kernels.quantized import QuantMatrix, dequantize, not_specialized, quantized_gemm
+from headrace.engine.kernels.table import SHIPPED, GemmTable, entry_of, specialized_guess
 from headrace.engine.kernels.unpack import INT4, INT8, MXFP4
 from headrace.engine.quant.formats import form
 
@@ -35,6 +37,10 @@ def matrix(name: str, outputs: int, inner: int):
     return repacked([form(name).quantize(torch.randn(outputs, inner))])
 
 
+def bytes_of_a_block(c: GemmConfig, w: QuantMatrix) -> int:
+    return 256 * c.block_m + c.column_groups * c.block_n * (128 if w.kind == INT8.value else 64)
+
+
 def test_which_matrices_fit():
     config = CONFIGS[0]
     for name in FORMATS:
@@ -52,9 +58,8 @@ def test_which_matrices_fit():
 def test_guesses_fit_shared_memory_and_are_taken_only_where_they_run(name, rows):
     w = matrix(name, 512, 256)
     config = specialized_guess(rows, w)
-    block = 256 * config.block_m + config.column_groups * config.block_n * (128 if w.kind == INT8.value else 64)
     assert config.rows >= rows
-    assert config.stages * block <= SPECIALIZED_BYTES
+    assert config.stages * bytes_of_a_block(config, w) <= SPECIALIZED_BYTES
     table = GemmTable("", 132)
     assert table.quantized(rows, w, pair=False, rounded=False, specialized=True) == config
     assert table.quantized(rows, w, pair=False, rounded=False) is None
@@ -62,6 +67,23 @@ def test_guesses_fit_shared_memory_and_are_taken_only_where_they_run(name, rows)
     work = GemmWorkspace(1, 1, torch.device("cpu"))
     here = Products([w], table, work, 64, torch.bfloat16, torch.device("cpu"), capability=(8, 0), pdl=False)
     assert here.config(rows, w) is None
+
+
+def test_shipped_entries_fit_their_products_and_are_for_cards_that_run_them():
+    entries = json.loads((SHIPPED / "nvidia_h200.json").read_text())["gemm"]
+    specialized = {k: v for k, v in entries.items() if v and v.get("block_m") and ":" in k}
+    table = GemmTable("NVIDIA H200", 132)
+    for name, entry in specialized.items():
+        kind, _, shape = name.partition(":")
+        rows, columns, inner, *pair = map(int, shape.split("x"))
+        few = matrix(kind, 2, inner)
+        w = replace(few, shape=(columns * (2 if pair else 1), inner))
+        config = table.quantized(rows, w, pair=bool(pair), rounded=False, specialized=True)
+        assert entry_of(config) == entry
+        assert config.block_m >= rows
+        assert not_specialized(w, config) is None
+        assert config.stages * bytes_of_a_block(config, w) <= SPECIALIZED_BYTES
+        assert not table.quantized(rows, w, pair=bool(pair), rounded=False).block_m
 
 
 @pytest.mark.parametrize("pair", [False, True])
