@@ -18,7 +18,7 @@ from headrace.engine.kernels.gemm import MAX_ROWS, Gained, GemmConfig, GemmWorks
 from headrace.engine.kernels.quantized import BY_PART, BY_ROW, QuantMatrix, dequantize, has_gluon, quantized_gemm
 from headrace.engine.kernels.rounding import Rounded
 from headrace.engine.kernels.table import GemmTable
-from headrace.engine.kernels.unpack import FP8, INT8
+from headrace.engine.kernels.unpack import FP8, INT8, NF4_CODES
 from headrace.engine.quant.formats import Packed
 
 ROWWISE_ROWS = 1024
@@ -134,6 +134,8 @@ class Products:
     def _many(self, rows: int, w: Matrix) -> GemmConfig | None:
         """The same for more rows than `config` knows, as a product of its own."""
         if not isinstance(w, QuantMatrix) or not MAX_ROWS.value < rows <= MANY_ROWS or not self._specialized:
+            return None
+        if w.kind == NF4_CODES.value:  # whose values take too long to look up again and again
             return None
         return self._table.quantized(
             MAX_ROWS.value, w, pair=False, rounded=self.rounded_to(w) is not None, specialized=True
