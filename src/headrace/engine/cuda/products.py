@@ -137,9 +137,9 @@ class Products:
             return None
         if w.kind == NF4_CODES.value:  # whose values take too long to look up again and again
             return None
-        return self._table.quantized(
-            MAX_ROWS.value, w, pair=False, rounded=self.rounded_to(w) is not None, specialized=True
-        )
+        rounded = self.rounded_to(w) is not None
+        found = self._table.quantized(MAX_ROWS.value, w, pair=False, rounded=rounded, specialized=True)
+        return found if found is not None and found.block_m else None
 
     def fused(self, x: torch.Tensor | Gained, w: Matrix, out: torch.Tensor, config: GemmConfig, **more: Any) -> None:
         """The product that `config` configures, with its epilogues (`skinny_gemm`)."""
