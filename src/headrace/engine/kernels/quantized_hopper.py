@@ -393,13 +393,6 @@ def _consume(WHO: gl.constexpr, given, ring, WAY: gl.constexpr):
     groups = 1
     if GROUP > 0:
         groups = inner // GROUP
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    if NORM:
-        for t in range(row_tiles * SCATTER):
-            total = gl.sum(_squares(squares, count, t * ENDED, rows, ENDED, 2048 // ENDED, SQUARED), 0)
-            shrink_s.index(WHO * (MAX_ROWS // ENDED) + t).store(gl.rsqrt(total / inner + eps))
-        gl.thread_barrier()
     in_tile = gl.arange(0, N, gl.SliceLayout(1, HELD))
     if PAIR:
         in_tile = gl.where(in_tile < N_OUT, in_tile, in_tile + (columns - N_OUT))
@@ -417,6 +410,13 @@ def _consume(WHO: gl.constexpr, given, ring, WAY: gl.constexpr):
     found = _asked(
         scales, zeros, nested, row, begin - tile * blocks, groups, rows_total, KIND, SCALE, GROUP, ASYM
     )  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if NORM:
+        for t in range(row_tiles * SCATTER):
+            total = gl.sum(_squares(squares, count, t * ENDED, rows, ENDED, 2048 // ENDED, SQUARED), 0)
+            shrink_s.index(WHO * (MAX_ROWS // ENDED) + t).store(gl.rsqrt(total / inner + eps))
+        gl.thread_barrier()
     mbarrier.wait(full.index(0), 0)
     words = _read(w_s, WHO, 0, N, KIND, PIECES, HELD)
     left = _operand(words, found, row, offset, tables, turns, 0, N, KIND, SCALE, GROUP, ASYM, PAIR, SUMS)
