@@ -170,6 +170,10 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "hunyuan_v1_dense": {"model_type": "hunyuan_v1_dense", "head_dim": 16},
     "exaone4": {"model_type": "exaone4", "sliding_window": 64},
+    "mimo_v2_flash": {
+        "model_type": "mimo_v2_flash", "num_hidden_layers": 7, "head_dim": 24, "v_head_dim": 16, "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+    },
 }  # fmt: skip
 
 _GPT2 = (
