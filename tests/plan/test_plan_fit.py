@@ -252,3 +252,12 @@ def test_four_bit_keys_have_their_staging_and_their_blocks():
     assert "- keys of unfinished groups (int4, 64 sequences): 128 MiB" in found.explain
     assert resolve(Inputs(kv="int4", **asked)).block_tokens == 32
     assert not any(item.name == "kv staging" for item in wider.items)
+
+
+def test_the_longest_context_is_what_one_request_may_have_not_what_was_asked():
+    found = fit(Inputs(model="mistral-7b", gpu="l4-24", max_model_len=4096), 4096)
+    assert 4096 < found.max_context == 32768 <= found.kv_pool_tokens
+    tight = fit(Inputs(model="qwen2.5-14b", gpu="a100-sxm-40", max_model_len=4096), 4096)
+    assert 4096 < tight.max_context < 131072
+    assert fit(Inputs(model="qwen2.5-14b", gpu="a100-sxm-40", max_model_len=tight.max_context), tight.max_context).fits
+    assert not fit(Inputs(model="qwen2.5-14b", gpu="a100-sxm-40", max_model_len=131072), tight.max_context + 64).fits

@@ -76,7 +76,9 @@ def fit(
     for item in found.items:
         outside = "" if item.inside else " (outside the fraction)"
         print(f"  {item.name:<24} {format_bytes(item.nbytes):>10}  {item.how}{outside}")
-    print(f"  users at {found.context:,} tokens: {found.max_users}; longest context: {found.max_context:,}")
+    print(
+        f"  users at {found.context:,} tokens: {found.max_users}; longest context of one request: {found.max_context:,}"
+    )
     if users is not None:
         print(f"  longest context for {users} users: {values['max_context_for_users']:,}")
     if explain:
