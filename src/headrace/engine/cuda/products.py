@@ -25,8 +25,8 @@ ROWWISE_ROWS = 1024
 """From so many rows on the library's product applies the scales itself; for fewer its kernels without them are faster."""
 FP8_CAPABILITY = (8, 9)
 INT_MM_ROWS = 17
-MANY_ROWS = 1024
-"""Up to so many rows codes are unpacked again for each tile of rows; for more the matrix is dequantized first."""
+FEW_ROWS, MANY_ROWS = 64, 1024
+"""Beyond the first number of rows products alone take tiles of 256 rows, up to the second; for more the matrix is dequantized."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +132,8 @@ class Products:
         )  # fmt: skip
 
     def _many(self, rows: int, w: Matrix) -> GemmConfig | None:
-        """The same for more rows than `config` knows, as a product of its own."""
-        if not isinstance(w, QuantMatrix) or not MAX_ROWS.value < rows <= MANY_ROWS or not self._specialized:
+        """How codes are streamed in a product of its own of more rows than few: with one kernel for all numbers of rows."""
+        if not isinstance(w, QuantMatrix) or not FEW_ROWS < rows <= MANY_ROWS or not self._specialized:
             return None
         if w.kind == NF4_CODES.value:  # whose values take too long to look up again and again
             return None
@@ -164,7 +164,7 @@ class Products:
         if isinstance(x, Rounded):
             self._eight_bits(x, w, bias, out)
             return
-        config = self.config(len(x), w) or self._many(len(x), w)
+        config = self._many(len(x), w) or self.config(len(x), w)
         if config is not None:
             quantized_gemm(x, w, out, self._work, config, bias=bias, pdl=self._pdl)
         elif (rounded := self.rounding(w, len(x))) is not None:

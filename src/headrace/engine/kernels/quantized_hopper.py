@@ -656,9 +656,9 @@ def hopper_quantized_gemm(
     assert (why := not_specialized(w, c)) is None, why
     tiles = w.shape[0] // (c.block_n * c.column_groups) * row_tiles
     programs, lead = cut(tiles, inner // DIRECT_INPUTS, work.programs)
-    # Where all programs have the same part of one tile each, they end it together.
-    scatter = programs // tiles if programs % tiles == 0 and inner // DIRECT_INPUTS % (programs // tiles) == 0 else 1
-    if scatter not in (2, 4, 8) or c.block_m // scatter < 16:
+    # Where all programs have the same part of one tile each, they end it together; of products alone there is one kernel.
+    scatter = programs // tiles if gained is not None and programs % tiles == 0 else 1
+    if scatter not in (2, 4, 8) or inner // DIRECT_INPUTS % scatter or c.block_m // scatter < 16:
         scatter = 1
     ended = c.block_m // scatter
     lead = 0 if scatter > 1 else lead
