@@ -95,6 +95,36 @@ def test_distributions_equal_the_torch_backend(model, weights):
     assert np.abs(found - wanted)[likely].mean() < tolerance(weights) / 4
 
 
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter dequantizes so many rows, as few-row tests show")
+@pytest.mark.parametrize("weights", ["int4_g128", "int4_g128_asym", "int8", "nf4", "mxfp4"])
+def test_many_rows_equal_the_torch_backend(tmp_path_factory, weights):
+    """Prompts of 300 and 600 rows in one step, then decode steps of 100 and 200 sequences."""
+    sizes = SIZES | {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
+    folder = tiny_model(tmp_path_factory.mktemp("many"), "llama", **sizes)[1]
+    for count in (100, 200):
+        found, wanted = (
+            many_rows(engine(folder, b, weights, num_blocks=250, max_num_seqs=200), count) for b in (BACKEND, TORCH)
+        )
+        likely = wanted > wanted.max(-1, keepdims=True) - 6
+        assert np.abs(found - wanted)[likely].max() < tolerance(weights)
+        assert np.abs(found - wanted)[likely].mean() < tolerance(weights) / 4
+
+
+def many_rows(runs: Engine, count: int) -> np.ndarray:
+    """Log-probabilities of every twentieth sequence after its prompt and after a forced token."""
+    rng = random.Random(4)
+    rows = []
+    for i in range(count):
+        prompt = [rng.randrange(3, VOCAB) for _ in range(3)]
+        rows.append(runs.add(prompt, logprobs=VOCAB if i % 20 == 0 else None, logit_bias={9: 100.0}))
+    for length in (3, 1):
+        runs.step([(row, length) for row in rows])
+    assert not any(row.errors for row in rows)
+    found = [dense(row.logprobs) for row in rows[::20]]
+    runs.close()
+    return np.concatenate(found)
+
+
 @pytest.mark.skipif(ON_GPU, reason="there w8a8 takes this way by itself")
 def test_norms_and_activations_leave_codes_for_products_of_eight_bits(model, monkeypatch):
     """The interpreter made to take the way of many rows on a GPU: the torch backend's rounding of every row."""
