@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """One fixed way to write JSON. Free white space lets a small model emit blanks until its token limit."""
 
-_LIMITS = llguidance.LLParserLimits(verbose_errors=False)
+_LIMITS = llguidance.LLParserLimits(verbose_errors=False, initial_lexer_fuel=200_000)
+"""The work of a lexer's start is a fifth of the library's own limit: whoever asks for more would hold up a step for a second."""
 
 
 def mask_words(vocab_size: int) -> int:
@@ -85,7 +86,7 @@ def _validated(grammar: str, field: str, kind: str) -> str:
         raise InvalidInput(
             f"this {kind} is too complex to follow: {reason}",
             field=field,
-            remedy="use shorter repetitions, or fewer optional properties in one object",
+            remedy="use shorter repetitions, fewer alternatives or fewer optional properties in one object",
         )
     return grammar
 
