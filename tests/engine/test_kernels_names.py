@@ -11,6 +11,7 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import triton.language as tl
+from kernel_device import ON_GPU  # noqa: F401 - chooses the interpreter before kernels are imported
 
 from headrace.engine import kernels
 from headrace.engine.kernels import quantized
