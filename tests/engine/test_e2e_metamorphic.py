@@ -237,12 +237,12 @@ def test_a_request_whose_steps_raise_fails_alone(make: Make, monkeypatch: pytest
     honest = executor._step
     marked: set[int] = set()
 
-    def trip(plan: StepPlan) -> StepResult:
+    def trip(plan: StepPlan, *given: Any) -> StepResult:
         marked.difference_update(plan.releases)
         marked.update(init.slot for init in plan.inits if 31337 in init.token_ids)
         if any(chunk.slot in marked and chunk.start > 8 for chunk in plan.chunks):
             raise RuntimeError("the kernel tripped")
-        return honest(plan)
+        return honest(plan, *given)
 
     monkeypatch.setattr(executor, "_step", trip)
     bad = [31337] * 8
@@ -266,12 +266,12 @@ def test_a_row_of_nan_fails_alone_and_its_blocks_are_not_published(make: Make, m
     marked: set[int] = set()
     poisoned: list[int] = []
 
-    def step(plan: StepPlan) -> StepResult:
+    def step(plan: StepPlan, *given: Any) -> StepResult:
         marked.difference_update(plan.releases)
         marked.update(init.slot for init in plan.inits if 31337 in init.token_ids)
         sampling = [chunk for chunk in plan.chunks if chunk.sample]
         poisoned[:] = [i for i, chunk in enumerate(sampling) if chunk.slot in marked and chunk.start > 42]
-        return honest_step(plan)
+        return honest_step(plan, *given)
 
     def logits(self: Any, *given: Any) -> Any:
         made = honest_logits(self, *given)
