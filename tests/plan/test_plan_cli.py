@@ -144,6 +144,16 @@ def test_validate_contract(capsys, tmp_path):
         (("report", "llama-3.1-8b", "--isl", "0", "--out", "never.html"), "isl"),
         (("simulate", "llama-3.1-8b", "--spread", "1.5", "--arrivals", "poisson"), "spread"),
         (("perf", "llama-3.1-8b", "--engine-version", "newest"), "engine_version"),
+        (("simulate", "llama-3.1-8b", "--isl", "0"), "isl"),
+        (("simulate", "llama-3.1-8b", "--osl", "-1", "--arrivals", "poisson"), "osl"),
+        (("simulate", "llama-3.1-8b", "--concurrency", "0"), "concurrency"),
+        (("simulate", "llama-3.1-8b", "--rate", "inf", "--arrivals", "poisson"), "rate"),
+        (("simulate", "llama-3.1-8b", "--speed", "inf", "--arrivals", "trace"), "speed"),
+        (("perf", "llama-3.1-8b", "--price", "inf"), "price"),
+        (("perf", "llama-3.1-8b", "--isl", "1000000000000"), "isl"),
+        (("perf", "llama-3.1-8b", "--isl", "1000000", "--max-batched-tokens", "1"), "max_batched_tokens"),
+        (("rank", "llama-3.1-8b", "--ttft-ms", "inf"), "ttft_ms"),
+        (("fit", "llama-3.1-8b", "--engine", "dynamo"), "vllm"),
     ],
 )
 def test_bad_input_is_exit_code_two_with_the_field(capsys, arguments, named):

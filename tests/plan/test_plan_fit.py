@@ -261,3 +261,11 @@ def test_the_longest_context_is_what_one_request_may_have_not_what_was_asked():
     assert 4096 < tight.max_context < 131072
     assert fit(Inputs(model="qwen2.5-14b", gpu="a100-sxm-40", max_model_len=tight.max_context), tight.max_context).fits
     assert not fit(Inputs(model="qwen2.5-14b", gpu="a100-sxm-40", max_model_len=131072), tight.max_context + 64).fits
+
+
+def test_experts_of_a_model_without_any_are_not_spread():
+    spread = resolve(Inputs(model="mistral-7b", gpu="h100-sxm-80", n_gpus=2, tp=1, ep=2))
+    plain = resolve(Inputs(model="mistral-7b", gpu="h100-sxm-80", n_gpus=2, tp=1))
+    assert (spread.layout, spread.replicas) == (plain.layout, plain.replicas)
+    assert "ep 2 is taken as 1: mistral-7b has no experts to spread" in spread.notes
+    assert resolve(Inputs(model="gpt-oss-20b", gpu="h100-sxm-80", n_gpus=2, tp=1, ep=2)).layout.ep == 2

@@ -16,9 +16,12 @@ from headrace.base.units import GIB
 from headrace.spec import engine_facts, hardware, models
 from headrace.spec.hf import spec_from_hf
 from headrace.spec.locate import locate
-from headrace.spec.model import Attention, LatentAttention, LinearAttention, ModelSpec
+from headrace.spec.model import Attention, LatentAttention, LinearAttention, ModelSpec, MoE
 from headrace.spec.precision import kv_precision, precision
 from headrace.spec.sharding import Layout
+
+MOST_TOKENS = 10_000_000
+"""The longest prompt or answer that is planned for; times are added up chunk by chunk of a prompt."""
 
 
 class Inputs(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,7 +130,10 @@ def resolve(inputs: Inputs) -> Deployment:
     if engine == "tensorrt-llm" and gpu.link == "xgmi":
         raise InvalidInput(f"TensorRT-LLM does not run on {gpu.name}", field="engine", remedy="use vllm or sglang")
     policy = engine_facts.memory_policy(engine, inputs.engine_version)
-    layout, replicas, notes = _layout(inputs)
+    experts = any(isinstance(layer.mlp, MoE) for layer in model.spec.layers)
+    layout, replicas, notes = _layout(inputs if experts else msgspec.structs.replace(inputs, ep=1))
+    if inputs.ep > 1 and not experts:
+        notes.append(f"ep {inputs.ep} is taken as 1: {model.id} has no experts to spread")
     weights, parts = _weights(inputs.weights, model, inputs.model)
     kv = "fp8" if _takes_stored_kv(inputs, engine, model) else _kv(inputs.kv, model, weights, policy, gpu)
     _check_divisible(model.spec, layout)
@@ -173,6 +179,10 @@ def _check(inputs: Inputs) -> None:
         value = getattr(inputs, name)
         if value is not None and value < 1:
             raise InvalidInput(f"{name} must be at least 1, got {value}", field=name)
+    for name in ("isl", "osl"):
+        value = getattr(inputs, name)
+        if value is not None and value > MOST_TOKENS:
+            raise InvalidInput(f"{name} must be at most {MOST_TOKENS:,} tokens, got {value:,}", field=name)
     if inputs.memory_fraction is not None and not 0 < inputs.memory_fraction <= 1:
         raise InvalidInput(
             f"memory_fraction must be above 0 and at most 1, got {inputs.memory_fraction}", field="memory_fraction"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -21,7 +21,6 @@ from headrace.spec.sharding import Layout
 from headrace.spec.workload import Preset, Slo
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-Pin = Literal["latency", "batch", "context"]
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):

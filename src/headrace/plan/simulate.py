@@ -136,6 +136,8 @@ def simulate(
     """
     if not arrivals:
         raise InvalidInput("there are no requests to simulate", field="requests")
+    if closed_loop is not None and closed_loop < 1:
+        raise InvalidInput(f"concurrency must be at least 1, got {closed_loop}", field="concurrency")
     d = resolve(inputs)
     seconds = cost or step_cost(d)
     layout, blocks = cache_of(d)

@@ -22,6 +22,9 @@ BALANCE_STEPS = {"tensorrt-llm": 50.0}
 PREFILL_FIRST = ("sglang",)
 """Engines that prefill all waiting prompts before they decode on, unless told otherwise (SGLang's `--enable-mixed-chunk`)."""
 
+MOST_STEPS = 10_000
+"""Into so many steps a prompt may be cut; each is worked out by itself."""
+
 COMPUTE = ("bf16", "fp16", "fp8", "fp4", "int8")
 
 
@@ -92,6 +95,12 @@ def traffic(d: Deployment) -> Traffic:
     decode = step_work(m, decode=[(rows, isl + osl // 2)], graphs=not d.inputs.eager)
     cached = min(int(isl * d.inputs.prefix_hit_rate), isl - 1)
     whole = isl - cached <= d.max_batched_tokens
+    if isl - cached > MOST_STEPS * d.max_batched_tokens:
+        raise InvalidInput(
+            f"prompts of {isl:,} tokens in steps of {d.max_batched_tokens} (max_batched_tokens) take over {MOST_STEPS:,} steps",
+            field="max_batched_tokens",
+            remedy="allow larger steps",
+        )
     steps = prompt_chunks(isl, d.max_batched_tokens, per_replica if whole else 1, cached)
     prompts = len(steps[0]) if whole else 1
     prefill = step_work(m, prefill=steps[0]) if whole else add([step_work(m, prefill=step) for step in steps])

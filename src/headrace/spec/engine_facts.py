@@ -125,7 +125,8 @@ def memory_policies(engine: str) -> tuple[MemoryPolicy, ...]:
     """All policies of one engine (by id), oldest first."""
     section = find(engine).sections.get("memory")
     if section is None:
-        raise InvalidInput(f"no memory facts for {engine}", field="engine")
+        known = ", ".join(facts.id for facts in engines().values() if "memory" in facts.sections)
+        raise InvalidInput(f"no memory facts for {engine}", field="engine", remedy=f"choose one of: {known}")
     common = {key: value for key, value in section.items() if key != "versions"}
     merged: list[dict[str, Any]] = []
     for entry in section.get("versions", [{}]):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -122,8 +123,8 @@ class Gpu:
     def price(self, override_usd_h: float | None = None) -> Figure | None:
         """Dollars per GPU-hour, or None when nobody publishes one."""
         if override_usd_h is not None:
-            if not override_usd_h > 0:
-                raise InvalidInput(f"price must be above 0, got {override_usd_h}", field="price")
+            if not 0 < override_usd_h < math.inf:
+                raise InvalidInput(f"price must be a number above 0, got {override_usd_h}", field="price")
             return Figure(override_usd_h, override_usd_h, override_usd_h, "exact")
         return self.figure("price_usd_h") if self.has("price_usd_h") else None
 

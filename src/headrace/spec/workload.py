@@ -28,8 +28,10 @@ class Slo(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         for name in ("ttft_ms", "tpot_ms"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise InvalidInput(f"{name} must be above 0, got {value}", field=name)
+            if value is not None and not 0 < value < math.inf:
+                raise InvalidInput(
+                    f"{name} must be above 0, got {value}", field=name, remedy="leave it out for no limit"
+                )
 
     def met(self, ttft_ms: float, tpot_ms: float) -> bool:
         """Whether one request was served in time."""
@@ -81,9 +83,9 @@ class Arrival:
 
 def poisson(rate_rps: float, count: int, isl: int, osl: int, seed: int = 0, spread: float = 0.0) -> list[Arrival]:
     """`count` requests at exponential gaps; lengths vary by up to `spread` (a fraction) around the given ones."""
-    _check_spread(spread)
-    if not rate_rps > 0:
-        raise InvalidInput(f"rate must be above 0, got {rate_rps}", field="rate")
+    _check_lengths(isl, osl, spread)
+    if not 0 < rate_rps < math.inf:
+        raise InvalidInput(f"rate must be above 0 requests per second, got {rate_rps}", field="rate")
     draw = random.Random(seed)
     now, found = 0.0, []
     for _ in range(count):
@@ -94,12 +96,15 @@ def poisson(rate_rps: float, count: int, isl: int, osl: int, seed: int = 0, spre
 
 def burst(count: int, isl: int, osl: int, seed: int = 0, spread: float = 0.0) -> list[Arrival]:
     """`count` requests that are all there at the start (an offline queue, or the stock of a closed loop)."""
-    _check_spread(spread)
+    _check_lengths(isl, osl, spread)
     draw = random.Random(seed)
     return [Arrival(0.0, *_lengths(draw, isl, osl, spread)) for _ in range(count)]
 
 
-def _check_spread(spread: float) -> None:
+def _check_lengths(isl: int, osl: int, spread: float) -> None:
+    for name, tokens in (("isl", isl), ("osl", osl)):
+        if tokens < 1:
+            raise InvalidInput(f"{name} must be at least 1, got {tokens}", field=name)
     if not 0 <= spread <= 1:
         raise InvalidInput(f"spread must be from 0 to 1, got {spread}", field="spread")
 
@@ -119,7 +124,7 @@ def traces() -> list[str]:
 
 def trace(name: str, limit: int | None = None, speed: float = 1.0) -> list[Arrival]:
     """A shipped trace by name, or a file of the same form, replayed `speed` times as fast."""
-    if not speed > 0:
+    if not 0 < speed < math.inf:
         raise InvalidInput(f"speed must be above 0, got {speed}", field="speed")
     text, kind = _trace_text(name)
     rows = sorted(_mooncake(text) if kind == "jsonl" else _azure(text), key=lambda a: a.at_s)
