@@ -138,6 +138,7 @@ def test_validate_contract(capsys, tmp_path):
         (("rank", "llama-3.1-8b", "--kv", "int3"), "int3"),
         (("rank", "llama-3.1-8b", "--engine", "naive"), "naive"),
         (("fit", "llama-3.1-8b", "--report", f"{__file__}/report.html"), __file__),
+        (("fit", "llama-3.1-8b", "--report", str(Path(__file__).parent)), "is a folder"),
         (("validate", "/nowhere.csv"), "nowhere"),
         (("simulate", "llama-3.1-8b", "--spread", "nan"), "spread"),
         (("web", "--port", "99999"), "--port"),

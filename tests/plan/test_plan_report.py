@@ -3,12 +3,14 @@
 import re
 import xml.etree.ElementTree as ET
 
+import msgspec
 import pytest
 
 from headrace.plan import charts
 from headrace.plan.deployment import Inputs
 from headrace.plan.fit import fit
 from headrace.plan.report import write_report
+from headrace.plan.search import rank
 
 INPUTS = Inputs(model="llama-3.1-8b", gpu="h100-sxm-80", isl=1024, osl=256, concurrency=16)
 NAMES = ("memory", "kv", "load", "roofline", "pareto", "sensitivity")
@@ -35,6 +37,14 @@ def test_the_report_says_how_sure_it_is(written):
     assert "90 % interval" in page
     assert "fitted" in page
     assert "rejected" in page
+
+
+def test_deployments_of_the_ranking_can_be_told_apart(written):
+    page = (written / "out.html").read_text()
+    best = re.findall(r"<tr><td>(\d+ x [^<]*)</td>", page)
+    assert best
+    assert all(re.fullmatch(r"\d x \S+ tp\d.*, \w+, KV \w+", name) for name in best)
+    assert len(set(best)) == len(best)
 
 
 def test_ids_of_the_pictures_do_not_collide(written):
@@ -74,3 +84,16 @@ def test_nothing_on_the_pareto_front_is_beaten():
     assert front
     for r in front:
         assert not [x for x in rows if x["usd"] < r["usd"] and x["tpot"] < r["tpot"]]
+
+
+def test_the_ranking_of_a_report_takes_the_price_that_was_given(tmp_path, monkeypatch):
+    from headrace.plan import report
+
+    asked = []
+    monkeypatch.setattr(report, "rank", lambda need: asked.append(need) or rank_of_one(need))
+    write_report(msgspec.structs.replace(INPUTS, gpu_price_usd_h=7.0), tmp_path / "out.html")
+    assert asked[0].prices == {"h100-sxm-80": 7.0}
+
+
+def rank_of_one(need):
+    return rank(msgspec.structs.replace(need, gpus=("h100-sxm-80",), counts=(1,)))

@@ -10,14 +10,15 @@ from typing import Any
 
 import msgspec
 
-from headrace.base.errors import HeadraceError
+from headrace.base.errors import HeadraceError, InvalidInput
 from headrace.base.files import write_atomic
 from headrace.base.units import format_bytes
 from headrace.plan import charts
 from headrace.plan.deployment import Inputs, describe, resolve
 from headrace.plan.fit import fit
 from headrace.plan.perf import perf
-from headrace.plan.search import Need, rank, tornado
+from headrace.plan.search import Candidate, Need, Rejected, rank, tornado
+from headrace.spec import hardware
 from headrace.spec.prediction import Figure
 from headrace.spec.workload import preset
 
@@ -34,12 +35,15 @@ def write_report(
 ) -> list[Path]:
     """Write the report to `out`, and each picture as PNG and SVG into `pictures`. Returns the files written."""
     chosen = preset(preset_name)
+    if out.is_dir():
+        raise InvalidInput(f"{out} is a folder", field="report", remedy=f"name a file, such as {out / 'plan.html'}")
     resolve(inputs)  # what is wrong with the question is said, not replaced
     changes: dict[str, Any] = {"isl": inputs.isl or chosen.isl, "osl": inputs.osl or chosen.osl}
     inputs = msgspec.structs.replace(inputs, **changes, concurrency=inputs.concurrency or 16)
     memory = fit(inputs, (inputs.isl or 0) + (inputs.osl or 0))
     times = perf(inputs)
-    need = Need.from_preset(inputs.model, chosen, isl=inputs.isl, osl=inputs.osl, engine=inputs.engine)
+    prices = {} if inputs.gpu_price_usd_h is None else {hardware.find(inputs.gpu).id: inputs.gpu_price_usd_h}
+    need = Need.from_preset(inputs.model, chosen, isl=inputs.isl, osl=inputs.osl, engine=inputs.engine, prices=prices)
     ranking = rank(need)
     named: list[tuple[str, Any]] = [
         ("memory", charts.memory_bar(memory)),
@@ -138,7 +142,7 @@ def _ranking(ranking: Any) -> str:
         ("deployment", "batch", "$/M output", "TTFT ms", "ms per token"),
         (
             (
-                f"{c.gpus} x {c.gpu} {c.weights}",
+                _deployment(c),
                 str(c.concurrency),
                 usd(c),
                 f"{c.ttft_ms.value:.0f}",
@@ -149,6 +153,13 @@ def _ranking(ranking: Any) -> str:
     )
     worst = _table(
         ("rejected", "why", "smallest change"),
-        ((f"{r.gpus} x {r.gpu} {r.weights}", r.reason, r.change) for r in ranking.rejected),
+        ((_deployment(r), r.reason, r.change) for r in ranking.rejected),
     )
     return best + f"<details><summary>{len(ranking.rejected)} rejected</summary>{worst}</details>"
+
+
+def _deployment(cut: Candidate | Rejected) -> str:
+    layout = " ".join(
+        f"{name}{n}" for name in ("tp", "pp", "dp", "ep") if (n := getattr(cut, name)) > 1 or name == "tp"
+    )
+    return f"{cut.gpus} x {cut.gpu} {layout}, {cut.weights}, KV {cut.kv}"
