@@ -269,3 +269,11 @@ def test_experts_of_a_model_without_any_are_not_spread():
     assert (spread.layout, spread.replicas) == (plain.layout, plain.replicas)
     assert "ep 2 is taken as 1: mistral-7b has no experts to spread" in spread.notes
     assert resolve(Inputs(model="gpt-oss-20b", gpu="h100-sxm-80", n_gpus=2, tp=1, ep=2)).layout.ep == 2
+
+
+@pytest.mark.parametrize("dp", [1, 8])
+def test_figures_of_an_instance_are_those_of_the_answer(dp):
+    found = fit(Inputs(model="deepseek-v3", gpu="h200-sxm-141", n_gpus=8, tp=8 // dp, dp=dp, ep=8), 8192)
+    for name, figure in found.figures.items():
+        assert figure.value == getattr(found, name), name
+        assert figure.low <= figure.value <= figure.high

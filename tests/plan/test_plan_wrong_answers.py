@@ -93,6 +93,10 @@ def test_activation_follows_the_chunk_not_the_batch():
 
     assert activation(max_batched_tokens=1024) > activation(max_batched_tokens=256)
     assert activation(max_num_seqs=1) == activation(max_num_seqs=64)
+    chunks = [plan("mistral-7b", max_batched_tokens=n).activation_bytes for n in (8192, 16_384, 32_768)]
+    assert chunks[2] == 2 * chunks[1] == 4 * chunks[0]
+    in_flight = [plan("mistral-7b", max_batched_tokens=8192, concurrency=n).activation_bytes for n in (1, 512)]
+    assert in_flight == [chunks[0]] * 2
 
 
 def test_draft_layers_are_not_forgotten():

@@ -231,7 +231,9 @@ def fit_deployment(d: Deployment, context: int | None = None) -> Fit:
         "activation_bytes": Figure(memory.activation, 0.7 * memory.activation, 1.3 * memory.activation, "fitted"),
         "overhead_bytes": Figure(overhead, max(0, overhead - slack), overhead + slack, "fitted"),
         "kv_pool_bytes": Figure(max(0, memory.pool), max(0, low), max(0, high), "fitted"),
-        "kv_pool_tokens": Figure(pool.tokens, lower.tokens, upper.tokens, "fitted"),
+        "kv_pool_tokens": Figure(
+            pool.tokens * d.layout.dp, lower.tokens * d.layout.dp, upper.tokens * d.layout.dp, "fitted"
+        ),
         "max_users": Figure(
             users,
             min(lower.users(context), d.max_num_seqs) * d.layout.dp,
