@@ -63,8 +63,9 @@ SPREAD_LENGTHS = {1024, 8192}
 """Prompts and answers of InferenceX, whose lengths its benchmark draws (`--random-range-ratio`). Other campaigns in public tables
 send equal lengths (AIPerf with `--isl-stddev 0`, as aiconfigurator's benchmark scripts call it)."""
 MIXES_SINCE = (0, 5, 3)
-"""SGLang in those campaigns: aiconfigurator's launch commands switch mixed chunks on, but misspell the option in those for 0.5.1
-(`--enable-mix-chunk` in `sglang/cli_args.0.5.1.post1.j2`, `--enable-mixed-chunk` from 0.5.3.post2 on)."""
+"""SGLang in those campaigns: it mixes chunks only if told, and aiconfigurator's launch commands tell it, but misspell the option in
+those for 0.5.1 (`--enable-mix-chunk` in `sglang/cli_args.0.5.1.post1.j2`, `--enable-mixed-chunk` from 0.5.3.post2 on). Rows of 0.5.1
+march in step and rows of 0.5.6 do not; no version between the two was seen."""
 
 UNSTATED_CONTEXT = 2048
 """A run whose longest context is not stated counts as fitting when a request of this many tokens does."""
