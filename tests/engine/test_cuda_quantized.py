@@ -19,6 +19,7 @@ from torch_steps import Engine
 from headrace.base.errors import InvalidInput
 from headrace.engine.executors.cuda import BACKEND
 from headrace.engine.executors.torch import BACKEND as TORCH
+from headrace.engine.kernels.table import GemmTable
 from headrace.spec.config import EngineConfig
 from headrace.spec.locate import locate
 
@@ -97,8 +98,10 @@ def test_distributions_equal_the_torch_backend(model, weights):
 
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter dequantizes so many rows, as few-row tests show")
 @pytest.mark.parametrize("weights", ["int4_g128", "int4_g128_asym", "int8", "nf4", "mxfp4"])
-def test_many_rows_equal_the_torch_backend(tmp_path_factory, weights):
+@pytest.mark.parametrize("warp_groups", [False, True])
+def test_many_rows_equal_the_torch_backend(tmp_path_factory, weights, warp_groups, monkeypatch):
     """Prompts of 300 and 600 rows in one step, then decode steps of 100 and 200 sequences."""
+    monkeypatch.setattr(GemmTable, "untabled_warp_groups", warp_groups)
     sizes = SIZES | {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
     folder = tiny_model(tmp_path_factory.mktemp("many"), "llama", **sizes)[1]
     for count in (100, 200):
@@ -167,7 +170,6 @@ def test_bytes_are_those_of_the_accounting(tmp_path, name):
 
 def test_few_rows_stream_and_many_do_not():
     from headrace.engine.cuda.repack import repacked
-    from headrace.engine.kernels.table import GemmTable
     from headrace.engine.quant.formats import form
 
     table = GemmTable("NVIDIA H200", 132)
