@@ -159,6 +159,6 @@ def test_the_pool_of_an_engine_has_blocks_that_hold_whole_groups(folder):
 def test_auto_passes_over_a_backend_without_the_format(folder):
     from headrace.engine.launch import choose_backend
 
-    backend, notes = choose_backend(EngineConfig(model=str(folder), kv="bf16"), locate(str(folder)))
+    backend, notes = choose_backend(EngineConfig(model=str(folder), kv="int8", weights="nf4"), locate(str(folder)))
     assert backend.name == "torch"
     assert any("native" in note for note in notes)
