@@ -33,8 +33,9 @@ from noise import Noise, machine
 from scipy.stats import t as student
 
 from headrace.base.units import ceil_div
+from headrace.control.step import Chunk
 from headrace.engine.backend import Limits
-from headrace.engine.batch import Batch
+from headrace.engine.batch import Slots
 from headrace.engine.executors.native import BACKEND
 from headrace.engine.native.memory import buffer
 from headrace.spec.accounting import (
@@ -90,31 +91,27 @@ class Bench:
     def fits(self, sequences: int, context: int) -> bool:
         return sequences * self.width(context) * self.layout.num_groups <= self.blocks
 
-    def batch(self, starts: list[int], lengths: list[int], ids: list[int] | None = None) -> Batch:
-        count, rows = len(starts), sum(lengths)
-        starts_, lengths_ = np.array(starts, np.int64), np.array(lengths, np.int64)
-        firsts = np.cumsum(lengths_) - lengths_
-        width = max(self.width(s + n) for s, n in zip(starts, lengths, strict=True))
-        groups = self.layout.num_groups
-        blocks = self.random.permutation(self.blocks)[: groups * count * width].astype(np.int32)
-        tables = list(blocks.reshape(groups, count, width))
-        positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
-        tokens = self.random.integers(100, self.spec.vocab_size, rows) if ids is None else np.array(ids, np.int64)
-        made = Batch.__new__(Batch)  # of given blocks and ids, where a server's come out of its slots
-        made.token_ids, made.positions, made.tables = tokens, positions, tables
-        made.slots, made.starts, made.lengths, made.first_rows = np.arange(count), starts_, lengths_, firsts
-        made.block_tokens = self.layout.block_tokens
-        return made
+    def slots(self, starts: list[int], lengths: list[int], ids: list[int] | None = None) -> Slots:
+        """As a server holds them: sequences of given ids, or random ones, over blocks in random order."""
+        ends = [s + n for s, n in zip(starts, lengths, strict=True)]
+        width = max(self.width(end) for end in ends)
+        slots = Slots(self.layout, len(starts), max(ends))
+        shape = self.layout.num_groups, len(starts), width
+        slots.tables[:, :, :width] = self.random.permutation(self.blocks)[: math.prod(shape)].reshape(shape)
+        for slot, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            slots.tokens[slot, start:end] = ids or self.random.integers(100, self.spec.vocab_size, end - start)
+        return slots
 
     def seconds(self, starts: list[int], lengths: list[int], least_s: float) -> list[float]:
         """Times of whole steps: layers and the head over one row per sequence; choosing a token is left out."""
-        batch = self.batch(starts, lengths)
+        chunks = [Chunk(i, s, n, sample=True) for i, (s, n) in enumerate(zip(starts, lengths, strict=True))]
+        batch = self.slots(starts, lengths).batch(chunks)
         rows = batch.first_rows + batch.lengths - 1
         found: list[float] = []
         begin = time.perf_counter()
         while len(found) < 5 or time.perf_counter() - begin < least_s:
             at = time.perf_counter()
-            self.compute.hidden(batch, rows)
+            self.compute.hidden(batch, rows, lambda: None)
             self.compute.logits(0, len(rows))
             found.append(time.perf_counter() - at)
         return found[1:]
@@ -125,14 +122,12 @@ class Bench:
 
     def log_probabilities(self, ids: list[int], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """[rows, vocab] after the chosen positions of one text, computed in chunks of 256 tokens."""
-        whole = self.batch([0], [len(ids)], ids)
+        slots = self.slots([0], [len(ids)], ids)
         found = []
         for start in range(0, len(ids), 256):
-            part = ids[start : start + 256]
-            chunk = self.batch([start], [len(part)], part)
-            chunk.tables[:] = [table[:, : self.width(start + len(part))] for table in whole.tables]
-            chosen = rows[(rows >= start) & (rows < start + len(part))] - start
-            self.compute.hidden(chunk, chosen)
+            length = min(256, len(ids) - start)
+            chosen = rows[(rows >= start) & (rows < start + length)] - start
+            self.compute.hidden(slots.batch([Chunk(0, start, length, sample=True)]), chosen, lambda: None)
             found.append(log_softmax(self.compute.logits(0, len(chosen))))
         return np.concatenate(found)
 
