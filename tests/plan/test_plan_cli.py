@@ -154,6 +154,8 @@ def test_validate_contract(capsys, tmp_path):
         (("perf", "llama-3.1-8b", "--isl", "1000000000000"), "isl"),
         (("perf", "llama-3.1-8b", "--isl", "1000000", "--max-batched-tokens", "1"), "max_batched_tokens"),
         (("rank", "llama-3.1-8b", "--ttft-ms", "inf"), "ttft_ms"),
+        (("fit", "llama-3.1-8b", "--max-num-seqs", "1000000000000"), "max_num_seqs"),
+        (("perf", "llama-3.1-8b", "--concurrency", "1000000000000"), "concurrency"),
         (("fit", "llama-3.1-8b", "--engine", "dynamo"), "vllm"),
     ],
 )

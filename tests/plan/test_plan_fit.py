@@ -271,9 +271,19 @@ def test_experts_of_a_model_without_any_are_not_spread():
     assert resolve(Inputs(model="gpt-oss-20b", gpu="h100-sxm-80", n_gpus=2, tp=1, ep=2)).layout.ep == 2
 
 
-@pytest.mark.parametrize("dp", [1, 8])
-def test_figures_of_an_instance_are_those_of_the_answer(dp):
-    found = fit(Inputs(model="deepseek-v3", gpu="h200-sxm-141", n_gpus=8, tp=8 // dp, dp=dp, ep=8), 8192)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        Inputs(model="deepseek-v3", gpu="h200-sxm-141", n_gpus=8, tp=8),
+        Inputs(model="deepseek-v3", gpu="h200-sxm-141", n_gpus=8, tp=1, dp=8, ep=8),
+        *(Inputs(model="qwen3.5-27b", gpu="l4-24", engine=e) for e in ("vllm", "sglang", "tensorrt-llm", "llama-cpp")),
+        *(Inputs(model="gpt-oss-120b", gpu="l4-24", engine=e) for e in ("vllm", "sglang", "headrace")),
+    ],
+    ids=lambda i: f"{i.model}-{i.engine}-dp{i.dp}",
+)
+def test_figures_are_those_of_the_answer_whether_it_fits_or_not(asked):
+    found = fit(asked, 8192)
+    assert found.fits == (asked.gpu == "h200-sxm-141")
     for name, figure in found.figures.items():
         assert figure.value == getattr(found, name), name
-        assert figure.low <= figure.value <= figure.high
+        assert 0 <= figure.low <= figure.value <= figure.high, name

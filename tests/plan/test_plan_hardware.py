@@ -171,10 +171,17 @@ def test_calibrated_entries_join_the_catalog(tmp_path, monkeypatch):
     assert gpu.price().value == 0.1
     with pytest.raises(InvalidInput, match="name"):
         write_entry("../evil", Ceilings(1, 1, 1, ""))
+    for price in (0.0, float("inf"), float("nan")):
+        with pytest.raises(InvalidInput, match="price"):
+            write_entry("my-cpu", Ceilings(20.0, 0.5, 16.0, "numpy, fp32"), price)
 
 
 def test_ceilings_are_measured(monkeypatch):
     from headrace.plan import ceilings
+
+    for seconds in (0.0, float("inf"), float("nan")):
+        with pytest.raises(InvalidInput, match="seconds"):
+            ceilings.measure(seconds)
 
     monkeypatch.setattr(ceilings, "SIZE_BYTES", 2**20)
     monkeypatch.setattr(ceilings, "SIDE", 64)

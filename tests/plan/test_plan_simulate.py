@@ -184,3 +184,9 @@ def test_percentiles_are_nearest_rank():
     p = percentiles(list(range(1, 101)))
     assert (p.p50, p.p90, p.p95, p.p99) == (50, 90, 95, 99)
     assert percentiles([]).p50 == 0
+
+
+def test_prompts_that_are_too_long_are_refused_whatever_their_length():
+    arrivals = [Arrival(0.0, 10**12, 5), Arrival(0.0, 100, 5), Arrival(0.0, 131_073, 5)]
+    found = simulate(INPUTS, arrivals, cost=constant)
+    assert (found.requests, found.refused) == (1, 2)

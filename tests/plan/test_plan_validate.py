@@ -11,6 +11,7 @@ import pytest
 from headrace.base.errors import InvalidInput
 from headrace.plan.calibration import CalibrationSet, key_of, shipped
 from headrace.plan.deployment import Inputs, resolve
+from headrace.plan.perf import predict
 from headrace.plan.points import ANSWER_COLUMNS, INPUT_COLUMNS, read_points
 from headrace.plan.validate import predict_point, validate
 
@@ -299,3 +300,23 @@ def test_campaigns_say_whether_requests_march_in_step(tmp_path, version, isl, os
     )
     (point,) = read_points(path)
     assert traffic(resolve(point.inputs)).loop.marching == marches
+
+
+def test_the_runs_bear_out_which_versions_march(points):
+    """The line between versions is drawn by two of them; each is further from its runs on the other side."""
+    calibration = shipped()
+    errors = {}
+    for p in points:
+        if p.inputs.engine != "sglang" or not p.inputs.equal_lengths or not p.answers.ttft_ms:
+            continue
+        fold = calibration.folds[calibration.rows[key_of(resolve(p.inputs))]]
+        for mixed in (True, False):
+            asked = resolve(msgspec.structs.replace(p.inputs, mixed_chunk=mixed))
+            found = predict(asked, fold.calibration, fold.tier, "fitted").ttft_ms.value
+            key = (p.inputs.engine_version, mixed == p.inputs.mixed_chunk)
+            errors.setdefault(key, []).append(abs(found / p.answers.ttft_ms - 1))
+    mean = {key: sum(e) / len(e) for key, e in errors.items()}
+    versions = {version for version, _ in mean}
+    assert versions == {"0.5.1.post1", "0.5.6.post2"}
+    for version in versions:
+        assert 2 * mean[version, True] < mean[version, False]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import math
 import os
 import platform
 import re
@@ -34,8 +35,8 @@ class Ceilings:
 
 def measure(seconds: float = 2.0) -> Ceilings:
     """Measure for about `seconds` each, with numpy, and with torch too where it is installed; the better one counts."""
-    if not seconds > 0:
-        raise InvalidInput(f"seconds must be above 0, got {seconds}", field="seconds")
+    if not 0 < seconds < math.inf:
+        raise InvalidInput(f"seconds must be a number above 0, got {seconds}", field="seconds")
     import numpy as np
 
     source = np.ones(SIZE_BYTES // 8)
@@ -101,8 +102,8 @@ def write_entry(name: str, found: Ceilings, price_usd_h: float | None = None) ->
     """Write the entry `<data folder>/gpus/<name>.toml`, which the catalog then lists like any other."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,40}", name):
         raise InvalidInput(f"name must be lower case letters, digits and dashes, got {name!r}", field="name")
-    if price_usd_h is not None and not price_usd_h > 0:
-        raise InvalidInput(f"price must be above 0, got {price_usd_h}", field="price")
+    if price_usd_h is not None and not 0 < price_usd_h < math.inf:
+        raise InvalidInput(f"price must be a number above 0, got {price_usd_h}", field="price")
     today = datetime.date.today().isoformat()
     text = "\n".join(
         [

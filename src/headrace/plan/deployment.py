@@ -20,8 +20,8 @@ from headrace.spec.model import Attention, LatentAttention, LinearAttention, Mod
 from headrace.spec.precision import kv_precision, precision
 from headrace.spec.sharding import Layout
 
-MOST_TOKENS = 10_000_000
-"""The longest prompt or answer that is planned for; times are added up chunk by chunk of a prompt."""
+MOST = 10_000_000
+"""Of anything that is counted but the longest context: more is a slip of the pen."""
 
 
 class Inputs(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,10 +179,8 @@ def _check(inputs: Inputs) -> None:
         value = getattr(inputs, name)
         if value is not None and value < 1:
             raise InvalidInput(f"{name} must be at least 1, got {value}", field=name)
-    for name in ("isl", "osl"):
-        value = getattr(inputs, name)
-        if value is not None and value > MOST_TOKENS:
-            raise InvalidInput(f"{name} must be at most {MOST_TOKENS:,} tokens, got {value:,}", field=name)
+        if value is not None and value > MOST and name != "max_model_len":
+            raise InvalidInput(f"{name} must be at most {MOST:,}, got {value:,}", field=name)
     if inputs.memory_fraction is not None and not 0 < inputs.memory_fraction <= 1:
         raise InvalidInput(
             f"memory_fraction must be above 0 and at most 1, got {inputs.memory_fraction}", field="memory_fraction"

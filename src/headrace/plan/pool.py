@@ -134,7 +134,7 @@ class SplitPool:
         by_tokens = self.tokens // context if context else 0
         if not self._state:
             return by_tokens
-        return min(by_tokens, int((self.pool_bytes - self._attention_bytes) // self._state))
+        return max(0, min(by_tokens, int((self.pool_bytes - self._attention_bytes) // self._state)))
 
     def request_bytes(self, context: int) -> int:
         return sum(c.fixed_bytes * self.copies + c.tokens(context) * c.token_bytes for c in self.caches)

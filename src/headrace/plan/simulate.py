@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -144,12 +145,15 @@ def simulate(
     sequences = min(d.max_num_seqs, d.max_batched_tokens)
     if prefill is None:
         prefill = GPU_LIMITS if d.engine == "headrace" and inputs.chunked_prefill else PrefillLimits()
+    longest = max(2, d.max_model_len)
+    # A prompt that is too long is refused, however long it is.
+    prompts = prompt_tokens([a if a.isl <= longest else replace(a, isl=longest + 1) for a in arrivals])
     clock = VirtualClock()
     scheduler = Scheduler(
         SchedulerConfig(
             max_num_seqs=sequences,
             max_batched_tokens=d.max_batched_tokens,
-            max_model_len=max(2, d.max_model_len),
+            max_model_len=longest,
             max_prefill_tokens=prefill.max_prefill_tokens,
             prefill_burst=prefill.prefill_burst,
             step_target_s=prefill.step_target_s,
@@ -158,7 +162,6 @@ def simulate(
         blocks,
         clock,
     )
-    prompts = prompt_tokens(arrivals)
     order = sorted(range(len(arrivals)), key=lambda i: (arrivals[i].at_s, i))
     if closed_loop is not None:
         pending = [(0.0, i) for i in order[:closed_loop]]

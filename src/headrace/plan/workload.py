@@ -101,7 +101,8 @@ def traffic(d: Deployment) -> Traffic:
             field="max_batched_tokens",
             remedy="allow larger steps",
         )
-    steps = prompt_chunks(isl, d.max_batched_tokens, per_replica if whole else 1, cached)
+    together = min(per_replica, d.max_batched_tokens // (isl - cached)) if whole else 1
+    steps = prompt_chunks(isl, d.max_batched_tokens, together, cached)
     prompts = len(steps[0]) if whole else 1
     prefill = step_work(m, prefill=steps[0]) if whole else add([step_work(m, prefill=step) for step in steps])
     alone = step_work(m, prefill=steps[0][:1]) if prompts > 1 else prefill

@@ -14,7 +14,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from headrace.base.errors import HeadraceError, InvalidInput
-from headrace.plan.deployment import Inputs, find_model, named_weights, resolve
+from headrace.plan.deployment import MOST, Inputs, find_model, named_weights, resolve
 from headrace.plan.fit import fit_deployment, make_pool, rank_memory
 from headrace.plan.perf import LOADS, perf_deployment
 from headrace.spec import engine_facts, hardware, models
@@ -24,7 +24,6 @@ from headrace.spec.workload import PRESETS
 INTEGERS = ("n_gpus", "isl", "osl", "concurrency", "context")
 TEXTS = ("model", "gpu", "engine", "weights", "kv")
 WEIGHTS = ("auto", "bf16", "fp8", "int8", "int4", "nf4", "mxfp4", "nvfp4")
-MOST = 10_000_000
 
 
 def app() -> Starlette:
