@@ -190,3 +190,4 @@ def test_prompts_that_are_too_long_are_refused_whatever_their_length():
     arrivals = [Arrival(0.0, 10**12, 5), Arrival(0.0, 100, 5), Arrival(0.0, 131_073, 5)]
     found = simulate(INPUTS, arrivals, cost=constant)
     assert (found.requests, found.refused) == (1, 2)
+    assert found.notes == ("2 of 3 requests were refused: longer than 131,072 tokens or than the KV pool",)

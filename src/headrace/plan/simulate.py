@@ -250,6 +250,10 @@ def _summary(
     stats = scheduler.stats()
     queried = stats.prefix_queries_tokens
     notes = ["the simulation was cut at its step limit"] if cut else []
+    if refused:
+        notes.append(
+            f"{refused} of {refused + len(done)} requests were refused: longer than {d.max_model_len:,} tokens or than the KV pool"
+        )
     span = max(duration, 1e-9)
     return Simulation(
         requests=len(done),
