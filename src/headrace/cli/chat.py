@@ -52,7 +52,7 @@ def chat(
 
 _SHAPE = ("temperature", "top_k", "top_p", "min_p")
 # Of 160 answers of SmolLM2-135M to four plain questions 65 % (57-72) named the right thing so, 61 % (54-68) with 0.8 and 0.05,
-# 39 % (32-46) with temperature 1 alone: benchmarks/records/quality/chat-sampling-smollm2-135m.json.
+# 39 % (32-46) with temperature 1 alone: benchmarks/records/chat/sampling-smollm2-135m.json.
 _CALM: Mapping[str, float] = {"temperature": 0.6, "min_p": 0.1}
 
 
