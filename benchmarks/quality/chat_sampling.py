@@ -27,7 +27,7 @@ QUESTIONS = (
     ("What do we call water that is frozen?", r"\bice\b"),
 )
 SAMPLINGS = ({"temperature": 1.0}, {"temperature": 0.8, "min_p": 0.05}, {"temperature": 0.6, "min_p": 0.1})
-RECORD = Path(__file__).parents[1] / "records" / "quality" / "chat-sampling-smollm2-135m.json"
+RECORD = Path(__file__).parents[1] / "records" / "chat" / "sampling-smollm2-135m.json"
 
 
 def main() -> None:
