@@ -239,8 +239,57 @@ def test_every_rejection_has_a_reason_and_a_way_out(ranking):
         assert r.change
     small = next(r for r in ranking.rejected if r.gpu == "a100-sxm-40" and r.gpus == 1 and r.weights == "auto")
     assert "weights take 141 GB" in small.reason
-    assert small.change == "take 4 GPUs (--gpus 4 --tp 4)"
-    assert fit(Inputs(model="llama-3.1-70b", gpu="a100-sxm-40", n_gpus=4, tp=4, max_model_len=1536), 1536).fits
+    assert small.change == "take 8 GPUs and fp8 weights (--gpus 8 --tp 8 --weights fp8)"
+
+
+def after(need, rejected):
+    """The deployment that a rejected candidate is told to become, and the service levels that it then has to meet."""
+    said = re.search(r"\((--[^()]*)\)", rejected.change)
+    options = dict(re.findall(r"(--\w+) (\S+)", said[1] if said else ""))
+    more = int(options.get("--gpus", 0))
+    inputs = Inputs(
+        model=need.model,
+        gpu=rejected.gpu,
+        n_gpus=more or rejected.gpus,
+        tp=int(options.get("--tp", rejected.tp)),
+        pp=1 if more else rejected.pp,
+        dp=1 if more else rejected.dp,
+        ep=1 if more else rejected.ep,
+        weights=options.get("--weights", rejected.weights),
+        kv=options.get("--kv", rejected.kv),
+        isl=need.isl,
+        osl=need.osl,
+        max_model_len=need.isl + need.osl,
+        prefix_hit_rate=need.prefix_hit_rate,
+        concurrency=need.min_users,
+    )
+    given = {
+        name: re.search(rf"relax.*{text} to ([\d.]+) ms", rejected.change)
+        for name, text in (("ttft_ms", "TTFT"), ("tpot_ms", "time per token"))
+    }
+    return inputs, msgspec.structs.replace(need.slo, **{name: float(to[1]) for name, to in given.items() if to})
+
+
+@pytest.mark.parametrize(
+    ("model", "use", "gpus"),
+    [
+        ("llama-3.1-70b", "premium-chat", ("a100-sxm-40", "l4-24", "h100-sxm-80")),
+        ("gpt-oss-120b", "voice", ("a40-48", "rtx-5090-32", "l40s-48")),
+        ("mistral-7b", "code", ("t4-16", "l4-24", "a10g-24")),
+    ],
+)
+def test_the_change_that_is_named_makes_it_pass(model, use, gpus):
+    need = Need.from_preset(model, preset(use), gpus=gpus, pp=(1,), dp=(1,), min_users=2)
+    rejected = rank(need).rejected
+    changes = [r for r in rejected if not r.change.startswith("needs")]
+    assert changes
+    for r in changes:
+        inputs, slo = after(need, r)
+        assert inputs.n_gpus <= hardware.find(r.gpu).max_linked_gpus
+        memory, p = fit(inputs, need.isl + need.osl), perf(inputs)
+        assert memory.fits, r
+        assert memory.max_users >= need.min_users, r
+        assert slo.met(p.ttft_ms.value, p.tpot_ms.value), r
 
 
 def test_nothing_can_meet_the_impossible():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -231,12 +232,12 @@ def _judge(need: Need, asked: Inputs, calibration: CalibrationSet) -> Candidate 
         d = resolve(asked)
     memory = fit_deployment(d, need.isl + need.osl)
     if not memory.fits:
-        return _reject(asked, memory.reason, _memory_change(d, memory, 1))
+        return _reject(asked, memory.reason, _change(need, d, memory, None, calibration))
     if memory.max_users < need.min_users:
         return _reject(
             asked,
             f"{memory.max_users} users of {need.isl + need.osl} tokens fit, {need.min_users} are asked",
-            _memory_change(d, memory, need.min_users),
+            _change(need, d, memory, None, calibration),
         )
     best: tuple[float, int, Performance] | None = None
     closest: Performance | None = None
@@ -250,7 +251,7 @@ def _judge(need: Need, asked: Inputs, calibration: CalibrationSet) -> Candidate 
     if best is None:
         if closest is None:
             return _reject(asked, f"no batch of {need.min_users} or more fits", "ask for fewer users")
-        return _reject(asked, _misses(need.slo, closest), _latency_change(need, asked, closest, calibration))
+        return _reject(asked, _misses(need.slo, closest), _change(need, d, memory, closest, calibration))
     _, batch, p = best
     return _candidate(need, d, memory, batch, p)
 
@@ -305,21 +306,45 @@ def _misses(slo: Slo, p: Performance) -> str:
     return " and ".join(parts) + " already at the smallest batch asked"
 
 
-def _memory_change(d: Deployment, memory: Fit, users: int) -> str:
-    """The first of: a narrower KV cache, narrower weights, more GPUs, that makes it fit."""
-    context = memory.context
+def _change(need: Need, d: Deployment, memory: Fit, times: Performance | None, calibration: CalibrationSet) -> str:
+    """The first of: a narrower KV cache, narrower weights, more GPUs, that meets the whole need.
+
+    Where none does, how far the service levels would have to give: as it is, if it fits (`times`: at the smallest batch), else
+    after the first of these that makes it fit; and where nothing fits, how much memory is missing.
+    """
+    fitting: tuple[str, Performance] | None = None
     for label, changed in _alternatives(d):
+        limit = None if changed.max_num_seqs is None else need.min_users
         try:
-            after = fit_deployment(resolve(changed), context)
+            trial = resolve(msgspec.structs.replace(changed, concurrency=need.min_users, max_num_seqs=limit))
+            after = fit_deployment(trial, memory.context)
+            if not after.fits or after.max_users < need.min_users:
+                continue
+            p = perf_deployment(trial, calibration)
         except HeadraceError:
             continue
-        if after.fits and after.max_users >= users:
+        if need.slo.met(p.ttft_ms.value, p.tpot_ms.value):
             return label
+        fitting = fitting or (label, p)
+    if times is not None:
+        return _relaxed(need.slo, times)
+    if fitting is not None:
+        label, p = fitting
+        return f"{label} and {_relaxed(need.slo, p)}"
     held = memory.weights_bytes + memory.activation_bytes + memory.overhead_bytes
     over = max(0, held - memory.budget_bytes) if memory.kv_pool_bytes == 0 else 0
-    missing = (over + memory.kv_bytes_per_request * users - memory.kv_pool_bytes) / GIB
+    missing = (over + memory.kv_bytes_per_request * need.min_users - memory.kv_pool_bytes) / GIB
     way = "a larger card or more of them" if memory.limit == "weights" else "a larger card or a shorter context"
     return f"needs {max(missing, 0.1):.1f} GiB more per GPU: take {way}"
+
+
+def _relaxed(slo: Slo, p: Performance) -> str:
+    parts = []
+    if slo.ttft_ms is not None and p.ttft_ms.value > slo.ttft_ms:
+        parts.append(f"TTFT to {math.ceil(p.ttft_ms.value)} ms")
+    if slo.tpot_ms is not None and p.tpot_ms.value > slo.tpot_ms:
+        parts.append(f"time per token to {math.ceil(10 * p.tpot_ms.value) / 10:.1f} ms")
+    return "relax " + " and ".join(parts)
 
 
 def _alternatives(d: Deployment) -> Iterator[tuple[str, Inputs]]:
@@ -331,11 +356,11 @@ def _alternatives(d: Deployment) -> Iterator[tuple[str, Inputs]]:
     for weights in narrower.get(d.weights, ()):
         yield f"store the weights in {weights} (--weights {weights})", change(i, weights=weights)
     for more in (2, 4, 8):
-        if more > i.n_gpus and _divides(d, more):
+        if i.n_gpus < more <= d.gpu.max_linked_gpus and _divides(d, more):
             yield f"take {more} GPUs (--gpus {more} --tp {more})", change(i, n_gpus=more, tp=more, pp=1, dp=1, ep=1)
     for weights in ("fp8", "int4"):
         for more in (2, 4, 8):
-            if more > i.n_gpus and _divides(d, more):
+            if i.n_gpus < more <= d.gpu.max_linked_gpus and _divides(d, more):
                 yield (
                     f"take {more} GPUs and {weights} weights (--gpus {more} --tp {more} --weights {weights})",
                     change(i, n_gpus=more, tp=more, pp=1, dp=1, ep=1, weights=weights),
@@ -348,29 +373,6 @@ def _divides(d: Deployment, tp: int) -> bool:
         for layer in d.model.spec.layers
         if isinstance(layer.mixer, Attention | LatentAttention)
     )
-
-
-def _latency_change(need: Need, asked: Inputs, p: Performance, calibration: CalibrationSet) -> str:
-    """The first of: more GPUs, narrower weights, that meets the service levels; else how far they would have to give."""
-    d = resolve(asked)
-    for label, changed in _alternatives(d):
-        if changed.kv != asked.kv:
-            continue
-        try:
-            trial = resolve(msgspec.structs.replace(changed, concurrency=max(1, need.min_users)))
-            if not fit_deployment(trial, need.isl + need.osl).fits:
-                continue
-            after = perf_deployment(trial, calibration)
-        except HeadraceError:
-            continue
-        if need.slo.met(after.ttft_ms.value, after.tpot_ms.value):
-            return label
-    parts = []
-    if need.slo.ttft_ms is not None and p.ttft_ms.value > need.slo.ttft_ms:
-        parts.append(f"TTFT to {p.ttft_ms.value:.0f} ms")
-    if need.slo.tpot_ms is not None and p.tpot_ms.value > need.slo.tpot_ms:
-        parts.append(f"time per token to {p.tpot_ms.value:.1f} ms")
-    return "relax " + " and ".join(parts)
 
 
 class Swing(msgspec.Struct, frozen=True):
