@@ -11,6 +11,7 @@ from headrace.plan.deployment import Inputs
 from headrace.plan.fit import fit
 from headrace.plan.report import write_report
 from headrace.plan.search import rank
+from headrace.spec.prediction import readable
 
 INPUTS = Inputs(model="llama-3.1-8b", gpu="h100-sxm-80", isl=1024, osl=256, concurrency=16)
 NAMES = ("memory", "kv", "load", "roofline", "pareto", "sensitivity")
@@ -59,6 +60,25 @@ def test_each_picture_is_a_file(written, name):
     assert (written / "pictures" / f"{name}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+def test_a_plan_that_does_not_fit_says_so_first(tmp_path, monkeypatch):
+    from headrace.plan import report
+
+    monkeypatch.setattr(report, "rank", lambda need: rank_of_one(need))
+    write_report(msgspec.structs.replace(INPUTS, model="llama-3.1-70b", gpu="a100-sxm-40"), tmp_path / "out.html")
+    page = (tmp_path / "out.html").read_text()
+    assert "<b>Does not fit</b>: weights take 141 GB" in page
+    assert "Times and dollars are those it would have if it did" in page
+    assert not re.search(r">[\d., ]*\de[+-]\d", page[: page.index("<svg")])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(14893.2, "14,890"), (72.54, "72.54"), (54, "54"), (0.36371, "0.3637"), (1.5e-5, "0.000015"), (99999, "100,000"), (0, "0")],
+)  # fmt: skip
+def test_figures_are_readable(value, text):
+    assert readable(value) == text
+
+
 def test_the_memory_bar_adds_up_to_the_card():
     found = fit(INPUTS)
     assert sum(r["gib"] for r in charts.memory_rows(found)) == pytest.approx(found.usable_bytes / 2**30, abs=0.01)
@@ -69,6 +89,7 @@ def test_prefill_lies_right_of_the_ridge_and_decode_left():
     by_phase = {m["phase"]: m for m in marks}
     ridge = 989e12 / 3350e9
     assert by_phase["prefill"]["intensity"] > ridge > by_phase["decode"]["intensity"]
+    assert max(r["intensity"] for r in roof) > by_phase["prefill"]["intensity"]
     for mark in marks:
         assert mark["tflops"] * 1e12 <= min(989e12, 3350e9 * mark["intensity"])
     assert max(r["tflops"] for r in roof) == pytest.approx(989)

@@ -425,7 +425,9 @@ def _layout(cut: Candidate | Rejected) -> str:
 
 
 def _figure(figure: Any) -> str:
-    return f"{figure.value:,.4g}  [{figure.low:,.4g} .. {figure.high:,.4g}]  {figure.grade}"
+    from headrace.spec.prediction import readable
+
+    return f"{readable(figure.value)}  [{readable(figure.low)} .. {readable(figure.high)}]  {figure.grade}"
 
 
 def _gpu(gpu: Any) -> dict[str, Any]:

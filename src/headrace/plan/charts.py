@@ -136,16 +136,16 @@ def roofline_rows(inputs: Inputs) -> tuple[list[dict[str, Any]], list[dict[str, 
     e, _ = engine_efficiency(d, shipped().main)
     peak, bandwidth = float(t.peaks.weight_flops), float(t.peaks.bandwidth)
     ridge = peak / bandwidth
-    roof = [
-        {"intensity": x, "tflops": min(peak, bandwidth * x) / 1e12}
-        for x in (0.5, 2, ridge / 4, ridge, ridge * 4, max(ridge * 8, 8192))
-    ]
-    marks = []
+    marks: list[dict[str, Any]] = []
     for name, w in (("prefill", t.loop.prefill), ("decode", t.loop.decode)):
         flops = w.gemm_flops + w.gemm16_flops + w.expert_flops + w.prefill_attention_flops + w.decode_attention_flops
         moved = w.gemm_bytes + w.expert_bytes + w.decode_attention_bytes + w.state_bytes
         seconds = float(step_seconds(w, t.peaks, e))
         marks.append({"phase": name, "intensity": flops / moved, "tflops": flops / seconds / 1e12})
+    roof = [
+        {"intensity": x, "tflops": min(peak, bandwidth * x) / 1e12}
+        for x in (0.5, 2, ridge / 4, ridge, ridge * 4, max(ridge * 8, 8192, *(2 * mark["intensity"] for mark in marks)))
+    ]
     return roof, marks
 
 

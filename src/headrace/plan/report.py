@@ -19,7 +19,7 @@ from headrace.plan.fit import fit
 from headrace.plan.perf import perf
 from headrace.plan.search import Candidate, Need, Rejected, rank, tornado
 from headrace.spec import hardware
-from headrace.spec.prediction import Figure
+from headrace.spec.prediction import Figure, readable
 from headrace.spec.workload import preset
 
 STYLE = """
@@ -62,7 +62,9 @@ def write_report(
     drawn = {name: _svg(chart, name) for name, chart in named}
     body = [f"<h1>{html.escape(describe(resolve(inputs)))}</h1>"]
     body.append(
-        f"<p>{memory.context:,} tokens per request, {inputs.concurrency} in flight. {html.escape(memory.reason)}.</p>"
+        f"<p>{memory.context:,} tokens per request, {inputs.concurrency} in flight. "
+        f"<b>{'Fits' if memory.fits else 'Does not fit'}</b>: {html.escape(memory.reason)}."
+        f"{'' if memory.fits else ' Times and dollars are those it would have if it did.'}</p>"
     )
     body.append(_figures(times, memory.figures))
     body.append(_section("Memory", drawn["memory"]))
@@ -129,7 +131,7 @@ def _figures(times: Any, memory: dict[str, Figure]) -> str:
         if f is None:
             rows.append((name, "no price known", "", ""))
         else:
-            rows.append((name, f"{f.value:,.4g}", f"{f.low:,.4g} to {f.high:,.4g}", f.grade))
+            rows.append((name, readable(f.value), f"{readable(f.low)} to {readable(f.high)}", f.grade))
     return _table(("figure", "value", "90 % interval", "known by"), iter(rows))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -51,3 +52,12 @@ class Prediction(msgspec.Struct, frozen=True):
     kv_pool_bytes: Figure | None = None
     max_users: Figure | None = None
     notes: tuple[str, ...] = ()
+
+
+def readable(value: float) -> str:
+    """Four significant digits for people, without an exponent: `14,890`, `72.54`, `0.3637`."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    places = 3 - math.floor(math.log10(abs(value)))
+    text = f"{round(value, places):,.{max(0, places)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
