@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import main
+from headrace.spec import models
 
 POINTS = Path(__file__).parent / "data" / "validation_points.csv"
 
@@ -163,6 +164,24 @@ def test_bad_input_is_exit_code_two_with_the_field(capsys, arguments, named):
     code, out, err = run(capsys, *arguments, *(("--json",) if arguments[0] not in ("refit", "report", "web") else ()))
     assert code == 2
     assert out == ""
+    assert named in err
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model_type": "martian"}, "martian"),
+        ({"num_hidden_layers": -3}, "num_hidden_layers"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"num_attention_heads": "many"}, "num_attention_heads"),
+        ({"vocab_size": None}, "vocab_size"),
+    ],
+)
+def test_a_config_that_cannot_be_planned_is_bad_input(capsys, tmp_path, change, named):
+    config = models.find("llama-3.1-8b").config
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    code, out, err = run(capsys, "fit", str(tmp_path), "--json")
+    assert (code, out) == (2, "")
     assert named in err
 
 

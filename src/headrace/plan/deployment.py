@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from headrace.base.errors import InvalidInput
+from headrace.base.errors import InvalidInput, UnsupportedModel
 from headrace.base.units import GIB
 from headrace.spec import engine_facts, hardware, models
 from headrace.spec.hf import spec_from_hf
@@ -110,7 +110,11 @@ def find_model(name: str) -> Model:
         if "/" not in name:
             models.find(name)  # raises with suggestions
     files = locate(name)
-    spec, stored = files.spec(), files.quantization() or {}
+    try:
+        spec = files.spec()
+    except UnsupportedModel as error:  # of a planner, whose only input is the question, that is the wrong question
+        raise InvalidInput(error.message, field=error.field, remedy=error.remedy) from error
+    stored = files.quantization() or {}
     scheme = stored.get("kv_cache_scheme")
     asks = isinstance(scheme, Mapping) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
     return Model(spec.name or name, spec, asks_fp8_kv=asks or stored.get("kv_cache_quant_algo") == "FP8")
