@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 
 from headrace.base.errors import InvalidInput
 from headrace.base.units import GIB
+from headrace.plan.costs.work import rank_model
 from headrace.plan.deployment import Inputs, resolve
 from headrace.plan.fit import fit, max_context_for, rank_memory
 from headrace.plan.pool import BytePool, PagedPool, SplitPool, vllm_pool
 from headrace.spec import models
 from headrace.spec.accounting import LayerCache
+from headrace.spec.locate import locate
 from headrace.spec.sharding import Layout, rank_spec
 
 VLLM_011 = {"engine": "vllm", "engine_version": "0.11.0", "max_model_len": 16_000, "block_tokens": 128}
@@ -287,3 +289,20 @@ def test_figures_are_those_of_the_answer_whether_it_fits_or_not(asked):
     for name, figure in found.figures.items():
         assert figure.value == getattr(found, name), name
         assert 0 <= figure.low <= figure.value <= figure.high, name
+
+
+@pytest.mark.parametrize("tp", [1, 3])
+def test_a_gguf_file_is_planned_with_the_bytes_of_its_own_mix_of_types(tp):
+    files = locate("smollm2-135m")
+    asked = Inputs(model=str(files.weights[0]), gpu="l4-24", n_gpus=tp, engine="llama-cpp")
+    found = fit(asked, 2048)
+    whole = files.gguf().tensor_bytes
+    assert whole == 96_576_768
+    if tp == 1:
+        assert found.weights_bytes == whole
+        assert fit(msgspec.structs.replace(asked, weights="bf16"), 2048).weights_bytes > 2 * whole
+    else:
+        assert whole / tp <= found.weights_bytes < 1.05 * whole / tp
+    d = resolve(asked)
+    m = rank_model(d)
+    assert m.dense_bytes == found.weights_bytes  # the tied table is read as the head

@@ -13,7 +13,9 @@ import msgspec
 
 from headrace.base.errors import InvalidInput, UnsupportedModel
 from headrace.base.units import GIB
+from headrace.plan.stored import Parts
 from headrace.spec import engine_facts, hardware, models
+from headrace.spec.accounting import file_weight_bytes
 from headrace.spec.hf import spec_from_hf
 from headrace.spec.locate import locate
 from headrace.spec.model import Attention, LatentAttention, LinearAttention, ModelSpec, MoE
@@ -68,18 +70,21 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
 @dataclass(frozen=True, slots=True)
 class Model:
     """A geometry with what the catalog says about it. `family` is "unknown" outside the catalog. `asks_fp8_kv`: the checkpoint
-    was made for FP8 keys and values, which vLLM then takes where nothing else is said."""
+    was made for FP8 keys and values, which vLLM then takes where nothing else is said. `file_parts`: bytes of a GGUF file's tensors
+    by part, whose types differ."""
 
     id: str
     spec: ModelSpec
     family: str = "unknown"
     outside_text: int = 0
     asks_fp8_kv: bool = False
+    file_parts: Parts = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """Resolved inputs: objects in place of names. `replicas` is how many instances `n_gpus` GPUs make."""
+    """Resolved inputs: objects in place of names. `replicas` is how many instances `n_gpus` GPUs make. `file_parts` where the
+    weights are those of a GGUF file."""
 
     inputs: Inputs
     model: Model
@@ -97,6 +102,7 @@ class Deployment:
     max_num_seqs: int
     block_tokens: int
     notes: tuple[str, ...] = ()
+    file_parts: Parts = ()
 
 
 @cache
@@ -117,7 +123,10 @@ def find_model(name: str) -> Model:
     stored = files.quantization() or {}
     scheme = stored.get("kv_cache_scheme")
     asks = isinstance(scheme, Mapping) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
-    return Model(spec.name or name, spec, asks_fp8_kv=asks or stored.get("kv_cache_quant_algo") == "FP8")
+    parts = tuple(file_weight_bytes(files.gguf()).by_part.items()) if files.kind == "gguf" else ()
+    return Model(
+        spec.name or name, spec, asks_fp8_kv=asks or stored.get("kv_cache_quant_algo") == "FP8", file_parts=parts
+    )
 
 
 @cache
@@ -167,6 +176,7 @@ def resolve(inputs: Inputs) -> Deployment:
         max_num_seqs=inputs.max_num_seqs or policy.sequences[large],
         block_tokens=inputs.block_tokens or max(policy.block_tokens, kv_precision(kv).key_group),
         notes=tuple(notes),
+        file_parts=model.file_parts if inputs.weights.strip().lower() in ("", "auto") else (),
     )
 
 

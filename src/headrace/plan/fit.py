@@ -11,6 +11,7 @@ import msgspec
 from headrace.base.units import GIB, MIB, ceil_div, format_bytes
 from headrace.plan.deployment import Deployment, Inputs, resolve
 from headrace.plan.pool import BytePool, Pool, SplitPool, vllm_pool
+from headrace.plan.stored import Parts, rank_parts
 from headrace.spec import accounting
 from headrace.spec.accounting import LayerCache
 from headrace.spec.model import Attention, LatentAttention, ModelSpec
@@ -86,13 +87,11 @@ def _weight_parts(
     layout: Layout,
     weights: str,
     part_weights: tuple[tuple[str, str], ...],
+    file_parts: Parts,
     mxfp4_multiple: int,
     draft: bool,
 ) -> tuple[tuple[str, int], ...]:
-    rank = rank_spec(spec, layout)
-    by_part = dict(accounting.weight_bytes(rank, weights).by_part)
-    for part, stored in part_weights:
-        by_part[part] = accounting.weight_bytes(rank, stored).by_part[part]
+    by_part = dict(rank_parts(spec, layout, weights, part_weights, file_parts))
     if weights == "mxfp4" and mxfp4_multiple > 1:
         padded = ceil_div(spec.hidden_size, mxfp4_multiple) * mxfp4_multiple
         by_part["experts"] = by_part["experts"] * padded // spec.hidden_size
@@ -128,7 +127,16 @@ def rank_memory(d: Deployment) -> RankMemory:
     draft = d.inputs.draft_tokens > 0
     rank = rank_spec(spec, d.layout)
     parts = list(
-        _weight_parts(d.model.id, spec, d.layout, d.weights, d.part_weights, d.policy.mxfp4_hidden_multiple, draft)
+        _weight_parts(
+            d.model.id,
+            spec,
+            d.layout,
+            d.weights,
+            d.part_weights,
+            d.file_parts,
+            d.policy.mxfp4_hidden_multiple,
+            draft,
+        )
     )
     if d.model.outside_text:
         parts.append(("vision", 2 * d.model.outside_text // d.layout.tp))

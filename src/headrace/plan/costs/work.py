@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from headrace.plan.deployment import Deployment
+from headrace.plan.stored import Parts, rank_parts
 from headrace.spec import accounting
 from headrace.spec.accounting import ChunkShape, LayerCache, Span
 from headrace.spec.model import (
@@ -100,17 +101,21 @@ def compute_precision(weights: str, gpu_has: Iterable[str]) -> str:
 
 def rank_model(d: Deployment) -> RankModel:
     """Constants of one rank of a deployment."""
-    return _rank_model(d.model.id, d.model.spec, d.layout, d.weights, d.part_weights, d.kv)
+    return _rank_model(d.model.id, d.model.spec, d.layout, d.weights, d.part_weights, d.file_parts, d.kv)
 
 
 @lru_cache(maxsize=512)
 def _rank_model(
-    model_id: str, spec: ModelSpec, layout: Layout, weights: str, part_weights: tuple[tuple[str, str], ...], kv: str
+    model_id: str,
+    spec: ModelSpec,
+    layout: Layout,
+    weights: str,
+    part_weights: tuple[tuple[str, str], ...],
+    file_parts: Parts,
+    kv: str,
 ) -> RankModel:
     rank = rank_spec(spec, layout)
-    by_part = dict(accounting.weight_bytes(rank, weights).by_part)
-    for part, stored in part_weights:
-        by_part[part] = accounting.weight_bytes(rank, stored).by_part[part]
+    by_part = dict(rank_parts(spec, layout, weights, part_weights, file_parts))
     unread = {"mtp", "experts"} | (set() if spec.tied_embeddings else {"embedding"})
     dense = sum(n for part, n in by_part.items() if part not in unread)
     flops = accounting.gemm_flops_per_token(rank)
