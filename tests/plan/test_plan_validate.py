@@ -180,6 +180,39 @@ def test_how_a_file_is_written_does_not_matter(tmp_path, points, form):
     assert read_points(path) == points
 
 
+@pytest.mark.parametrize(
+    ("cell", "engine"),
+    [
+        ("", "vllm"),
+        ("Lvllm (vLLM fork)", "vllm"),
+        ("TGI", "vllm"),
+        ("dynamo", "vllm"),
+        ("dynamo-sglang", "sglang"),
+        ("vLLM ROCm", "vllm"),
+        ("TensorRT-LLM 1.0", "tensorrt-llm"),
+    ],
+)
+def test_a_row_of_any_engine_is_answered(tmp_path, cell, engine):
+    path = tmp_path / "points.csv"
+    path.write_text(f"kind,model,gpu,tp,engine,isl,osl,concurrency,ttft_ms\nperf,qwen3-8b,H100,0,{cell},512,64,4,80\n")
+    (point,) = read_points(path)
+    assert resolve(point.inputs).engine == engine
+    assert validate([point])["ttft"]["answered"] == 1
+
+
+def test_an_answer_that_is_no_measurement_is_an_empty_cell(tmp_path):
+    path = tmp_path / "points.csv"
+    cells = ["0", "nan", "inf", "-5", "1e400", "12 ms", ""]
+    head = "kind,model,gpu,isl,osl,concurrency,ttft_ms,tpot_ms,weights_gib_per_gpu,metric,value"
+    runs = [f"perf,llama-3.1-8b,H100,512,64,4,{c},8.5,,output_tput_per_gpu,{c}" for c in cells]
+    sizes = [f"memory,llama-3.1-8b,H100,,,,,,{c},," for c in cells]
+    path.write_text("\n".join([head, *runs, *sizes, ""]))
+    scored = validate(read_points(path))
+    assert (scored["ttft"]["n"], scored["throughput"]["n"], scored["tpot"]["n"]) == (0, 0, len(cells))
+    assert scored["memory"]["by_quantity"]["weights"]["n"] == 0
+    assert scored["unanswered"] == []
+
+
 def test_columns_that_are_not_there_are_empty_cells(tmp_path):
     path = tmp_path / "points.csv"
     path.write_text("model,gpu,kind,fits\nllama-3.1-8b,H100,memory,yes\nllama-3.1-8b,abacus,memory,yes\nllama-9,H100\n")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ import msgspec
 
 from headrace.base.errors import InvalidInput
 from headrace.plan.deployment import Inputs
-from headrace.spec import hardware, models
+from headrace.spec import engine_facts, hardware, models
 from headrace.spec.model import LatentAttention, MoE
 
 REQUIRED_COLUMNS = ("kind", "model", "gpu")
@@ -166,7 +167,7 @@ def inputs_of(given: Mapping[str, str]) -> Inputs:
     def integer(name: str) -> int | None:
         return _integer(cells, name)
 
-    tp, pp = integer("tp"), integer("pp") or 1
+    tp, pp = integer("tp") or None, integer("pp") or 1
     dp, ep = integer("dp") or 1, integer("ep") or 1
     n_gpus = _gpus(integer("n_gpus"), tp or 1, pp, dp, ep)
     if tp is None and n_gpus > 1 and dp == 1 and _spreads(given["model"]):
@@ -223,8 +224,13 @@ def _gpus(stated: int | None, tp: int, pp: int, dp: int, ep: int) -> int:
 
 
 def _engine(cell: str) -> str:
-    """The engine that computes: Dynamo puts a router before another one. A row that names none is taken for vLLM."""
-    return re.sub(r"^(?:nvidia[-_ ])?dynamo[-_ /]+(?=\w)", "", cell, flags=re.IGNORECASE) or "vllm"
+    """The engine that computes: Dynamo puts a router before another one. A row that names none, or one of which nothing is known
+    here, is taken for vLLM."""
+    named = re.sub(r"^(?:nvidia[-_ ])?dynamo[-_ /]+(?=\w)", "", cell, flags=re.IGNORECASE)
+    try:
+        return named if "memory" in engine_facts.find(named).sections else "vllm"
+    except InvalidInput:
+        return "vllm"
 
 
 def _spreads(model: str) -> bool:
@@ -263,20 +269,21 @@ def _integer(cells: Mapping[str, str], name: str) -> int | None:
 
 def _answers(measured: Mapping[str, str], block_tokens: int) -> Answers:
     def number(name: str) -> float | None:
+        """What was measured; None for an empty cell and for what nothing measures (no number, nothing, less, without end)."""
         try:
-            return float(measured[name]) if measured[name] else None
+            value = float(measured[name] or "nan")
         except ValueError:
             return None
+        return value if 0 < value < math.inf else None
 
     tokens = number("kv_tokens_reported")
     if tokens is None and (blocks := number("gpu_blocks")) is not None:
         tokens = blocks * block_tokens
-    kv_gib = number("kv_avail_gib_per_gpu")
     throughput = number("value") if measured["metric"] == "output_tput_per_gpu" else None
     return Answers(
         fits={"yes": True, "no": False}.get(measured["fits"]),
         weights_gib=number("weights_gib_per_gpu"),
-        kv_gib=kv_gib if kv_gib else None,
+        kv_gib=number("kv_avail_gib_per_gpu"),
         kv_tokens=tokens,
         ttft_ms=number("ttft_ms"),
         tpot_ms=number("tpot_ms"),
