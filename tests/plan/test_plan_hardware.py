@@ -98,6 +98,7 @@ def test_absent_units_say_why():
         ("NVIDIA GB200", "gb200-192"),
         ("h100x8", "h100-sxm-80"),
         ("RTX 4090 x2", "rtx-4090-24"),
+        ("H100-80GB x8", "h100-sxm-80"),
         ("RTX4090", "rtx-4090-24"),
         ("GeForce RTX 3090", "rtx-3090-24"),
         ("H100-80GB (79.18 gib)", "h100-sxm-80"),

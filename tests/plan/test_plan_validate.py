@@ -295,19 +295,22 @@ def test_cells_as_people_write_them_and_one_that_cannot_be_read(tmp_path):
     rows = list(csv.DictReader(POINTS.read_text().splitlines()))
     plain = next(r for r in rows if r["kind"] == "perf" and r["ttft_ms"] and r["tp"] == "1")
     written = plain | {"n_gpus": "", "tp": "tp2", "isl": "1k", "gpu_mem_util": "90% (default)", "max_model_len": "auto"}
+    commas = plain | {"isl": "3,500", "weight_dtype": "n/a", "kv_dtype": "-", "n_gpus": "x8"}
     routed = plain | {"engine": "dynamo-" + plain["engine"], "extra_input": "max_num_seqs=256 (default)"}
     spoilt = plain | {"isl": "1000-2000"}
     path = tmp_path / "written.csv"
     with path.open("w", newline="") as out:
         writer = csv.DictWriter(out, fieldnames=list(plain))
         writer.writeheader()
-        writer.writerows([written, routed, spoilt])
+        writer.writerows([written, routed, spoilt, commas])
     points = read_points(path)
     first = points[0].inputs
     assert (first.n_gpus, first.tp, first.isl, first.memory_fraction, first.max_model_len) == (2, 2, 1024, 0.9, None)
     assert (points[1].inputs.engine, points[1].inputs.max_num_seqs) == (plain["engine"], 256)
+    assert points[3].inputs.n_gpus == 8
+    assert (points[3].inputs.isl, points[3].inputs.weights, points[3].inputs.kv) == (3500, "auto", "auto")
     scored = validate(points)
-    assert (scored["ttft"]["n"], scored["ttft"]["answered"]) == (3, 2)
+    assert (scored["ttft"]["n"], scored["ttft"]["answered"]) == (4, 3)
     assert [u["id"] for u in scored["unanswered"]] == [spoilt["id"]]
     assert "isl must be a number, got '1000-2000'" in scored["unanswered"][0]["error"]
 

@@ -276,6 +276,8 @@ _WEIGHTS = {
     "w4a8": "int4_g128",
     "w4a4": "nvfp4",
     "float8": "fp8_e4m3",
+    "float8_e4m3": "fp8_e4m3",
+    "float8_e4m3fn": "fp8_e4m3",
     "fp8 e4m3": "fp8_e4m3",
     "awq-4bit": "int4_g128_asym",
     "awq-int4": "int4_g128_asym",

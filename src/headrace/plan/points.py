@@ -191,8 +191,8 @@ def inputs_of(given: Mapping[str, str]) -> Inputs:
         ep=ep,
         engine=engine,
         engine_version=version,
-        weights=given["weight_dtype"] or "auto",
-        kv=given["kv_dtype"] or "auto",
+        weights=_format(given["weight_dtype"]),
+        kv=_format(given["kv_dtype"]),
         memory_fraction=share / 100 if share is not None and share > 1 else share,
         max_model_len=integer("max_model_len"),
         max_batched_tokens=integer("max_num_batched_tokens"),
@@ -208,6 +208,11 @@ def inputs_of(given: Mapping[str, str]) -> Inputs:
         equal_lengths=equal,
         mixed_chunk=told and "sglang" in engine.lower(),
     )
+
+
+def _format(cell: str) -> str:
+    """A precision as it is written; "auto" for a cell that names none."""
+    return "auto" if re.fullmatch(r"[-\u2013?]*|n/?a|none|null|nan|unknown|default", cell, re.IGNORECASE) else cell
 
 
 def _before(version: str, bound: tuple[int, ...]) -> bool:
@@ -247,8 +252,10 @@ def _extra(cell: str) -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
-_CELL = re.compile(r"(?:tp|pp|dp|ep|~)?\s*(\d+(?:\.\d*)?|\.\d+)(?:\s*(k)|e(\d))?\s*%?\s*(?:\([^()]*\))?", re.IGNORECASE)
-"""A number as people write it: `8.0`, `tp8`, `32k` (of 1024), `1e3`, `90%`, with a remark in parentheses or none."""
+_CELL = re.compile(
+    r"(?:tp|pp|dp|ep|x|~)?\s*(\d+(?:\.\d*)?|\.\d+)(?:\s*(k)|e(\d))?\s*%?\s*(?:\([^()]*\))?", re.IGNORECASE
+)
+"""A number as people write it: `8.0`, `tp8`, `32k` (of 1024), `1e3`, `3,500`, `90%`, with a remark in parentheses or none."""
 
 
 def _number(cells: Mapping[str, str], name: str) -> float | None:
@@ -256,7 +263,7 @@ def _number(cells: Mapping[str, str], name: str) -> float | None:
     cell = cells.get(name, "").strip()
     if not re.search(r"\d", cell) and cell.lower() not in ("yes", "true", "on"):
         return None
-    match = _CELL.fullmatch(cell)
+    match = _CELL.fullmatch(re.sub(r"(?<=\d),(?=\d{3}\b)", "", cell))
     if match is None:
         raise InvalidInput(f"row {cells['id']}: {name} must be a number, got {cell!r}", field=name)
     return float(match[1]) * (1024 if match[2] else 10 ** int(match[3] or 0))
