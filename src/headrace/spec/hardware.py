@@ -214,7 +214,8 @@ def catalog() -> dict[str, Gpu]:
 
 
 _SAYS_NOTHING = re.compile(
-    r"^\d+ *x *(?=[a-z])|(?<=\d) *x *\d{1,2}$|(?<=gb) +x *\d{1,2}$|\b(?:nvidia|amd|instinct|geforce|oam|hbm\d?e?)\b|(?<=sxm)\d\b|(?<=\d) *gb\b"
+    r"^\d+ *x *(?=[a-z])|(?<=\d) *x *\d{1,2}$|(?<=gb) +x *\d{1,2}$|"
+    r"\b(?:nvidia|amd|instinct|geforce|oam|hbm\d?e?)\b|(?<=sxm)\d\b|(?<=\d) *gb\b"
 )
 """What drivers and people write around a card's name: a count, the maker, the kind of memory, the socket's version, the unit."""
 
