@@ -306,3 +306,23 @@ def test_a_gguf_file_is_planned_with_the_bytes_of_its_own_mix_of_types(tp):
     d = resolve(asked)
     m = rank_model(d)
     assert m.dense_bytes == found.weights_bytes  # the tied table is read as the head
+
+
+@pytest.mark.parametrize(
+    ("written", "stored"),
+    [
+        ("FP8 (E4M3)", "fp8_e4m3"),
+        ("fp8 block", "fp8_block128"),
+        ("W8A8-FP8", "fp8_e4m3"),
+        ("int8 w8a8", "int8"),
+        ("INT4 AWQ", "int4_g128_asym"),
+        ("awq_marlin", "int4_g128_asym"),
+        ("gptq_marlin", "int4_g128"),
+        ("int4 g128", "int4_g128"),
+        ("modelopt_fp4", "nvfp4"),
+        ("bitsandbytes", "nf4"),
+        ("Q4_K_M", "q4_k"),
+    ],
+)
+def test_weight_formats_as_people_and_engines_write_them(written, stored):
+    assert resolve(Inputs(model="llama-3.1-8b", gpu="h100-sxm-80", weights=written)).weights == stored

@@ -266,23 +266,43 @@ _NAMED = (
 """Weight formats by how names of published checkpoints say them; FP8 apart, whose scales depend on the publisher."""
 
 _WEIGHTS = {
-    "fp8 col": "fp8_channel",
-    "fp8 block": "fp8_block128",
-    "int8 w8a8": "int8",
-    "awq4": "int4_g128_asym",
-    "int4": "int4_g128",
-    "fp4": "nvfp4",
-    "int8 w8a16": "int8",
-    "w4a8": "int4_g128",
-    "w4a4": "nvfp4",
+    "fp8_col": "fp8_channel",
+    "fp8_block": "fp8_block128",
     "float8": "fp8_e4m3",
     "float8_e4m3": "fp8_e4m3",
     "float8_e4m3fn": "fp8_e4m3",
-    "fp8 e4m3": "fp8_e4m3",
-    "awq-4bit": "int4_g128_asym",
-    "awq-int4": "int4_g128_asym",
-    "int4 g128": "int4_g128",
+    "fp8_e4m3fn": "fp8_e4m3",
+    "e4m3": "fp8_e4m3",
+    "fp8_w8a8": "fp8_e4m3",
+    "w8a8_fp8": "fp8_e4m3",
+    "fp8_static": "fp8_e4m3",
+    "fp8_per_tensor": "fp8_e4m3",
+    "modelopt": "fp8_e4m3",
+    "int8_w8a8": "int8",
+    "w8a8_int8": "int8",
+    "int8_w8a16": "int8",
+    "int8_wo": "int8",
+    "int4": "int4_g128",
+    "int4_wo": "int4_g128",
+    "w4a8": "int4_g128",
+    "gptq_marlin": "int4_g128",
+    "awq4": "int4_g128_asym",
+    "awq_4bit": "int4_g128_asym",
+    "awq_int4": "int4_g128_asym",
+    "int4_awq": "int4_g128_asym",
+    "awq_marlin": "int4_g128_asym",
+    "fp4": "nvfp4",
+    "w4a4": "nvfp4",
+    "modelopt_fp4": "nvfp4",
+    "bitsandbytes": "nf4",
+    "bnb": "nf4",
+    "bnb_4bit": "nf4",
+    "q3_k_m": "q3_k",
+    "q4_k_m": "q4_k",
+    "q4_k_s": "q4_k",
+    "q5_k_m": "q5_k",
 }
+"""What people and engines' options call weight formats, with one underscore for any sign between words."""
 
 
 def named_weights(asked: str, spec: ModelSpec) -> str:
@@ -306,7 +326,8 @@ def _weights(name: str, model: Model, asked: str) -> tuple[str, tuple[tuple[str,
         bare = named_weights(asked, spec)
         if not bare:
             return spec.checkpoint_precision, ()
-    chosen = precision(_WEIGHTS.get(bare, bare)).name
+    words = re.sub(r"[-_ ]+", "_", bare)
+    chosen = precision(_WEIGHTS.get(words, words)).name
     if spec.checkpoint_precision == "mxfp4" and bare == "fp4":
         return "mxfp4", ()
     if chosen == "fp8_e4m3" and spec.checkpoint_precision == "fp8_block128":
