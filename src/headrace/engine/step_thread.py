@@ -95,25 +95,21 @@ class ThreadExecutor:
             self._thread.join()
 
     def _work(self) -> None:
-        ended: ThreadStep | None = None
+        tell: Callable[[], None] = _nothing  # the end of the step before
         with self._around():
-            while (step := self._next(ended)) is not None:
-                if ended is not None and step.plan.inits:  # new sequences may take long to take in, a grammar for one
-                    ended.tell()
-                step.run(self._step, _nothing if ended is None else ended.tell)
-                if ended is not None:
-                    ended.tell()
-                ended = step
-                del step
-        if ended is not None:
-            ended.tell()
+            while (step := self._next(tell)) is not None:
+                if step.plan.inits:  # new sequences may take long to take in, a grammar for one
+                    tell()
+                step.run(self._step, tell)
+                tell()
+                tell = step.tell
+        tell()
 
-    def _next(self, ended: ThreadStep | None) -> ThreadStep | None:
+    def _next(self, tell: Callable[[], None]) -> ThreadStep | None:
         try:
             return self._queue.get_nowait()
         except queue.Empty:
-            if ended is not None:
-                ended.tell()
+            tell()
             return self._queue.get()
 
 

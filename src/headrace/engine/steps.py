@@ -130,7 +130,7 @@ class Steps:
             lengths.append(chunk.start + chunk.length - len(chunk.drafts) + row)
         masks, failed = self._grammars.masks({chunks[i].slot: at for i, at in first_of.items()})
         self._broken.update(failed)
-        row_slots = np.array(of_row, np.int64)
+        row_slots = slots.rows_of(of_row)
         histories = slots.histories(of_row, lengths)
         rows = Rows(row_slots, histories, slots.prompt_lengths[row_slots], masks, np.array(lengths, np.int64))
         sampled = self._compute.sample(logits, rows, self._sampling)

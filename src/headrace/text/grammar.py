@@ -303,8 +303,7 @@ class GrammarMatcher:
             row[:] = -1
             return
         allowed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
-        if self._matcher.is_error():
-            raise InvalidInput(f"the grammar cannot be followed further: {_said(self._matcher)}", field="grammar")
+        self._check()
         row[:] = 0
         count = min(len(row), len(allowed))
         row[:count] = allowed[:count]
@@ -317,6 +316,10 @@ class GrammarMatcher:
             if kept.any():
                 row[:] = kept
 
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise InvalidInput(f"the grammar cannot be followed further: {_said(self._matcher)}", field="grammar")
+
     def advance(self, token_id: int) -> None:
         """Take one sampled token. Raises `InvalidInput` for a token that the mask did not allow."""
         if self._ended:
@@ -326,6 +329,5 @@ class GrammarMatcher:
             self._ended = True
             return
         if not self._matcher.consume_token(token_id):
-            if self._matcher.is_error():
-                raise InvalidInput(f"the grammar cannot be followed further: {_said(self._matcher)}", field="grammar")
+            self._check()
             raise InvalidInput(f"token {token_id} does not continue the grammar", field="grammar")
