@@ -205,3 +205,32 @@ def test_products_are_made_once_and_the_oldest_go(monkeypatch):
     assert find(303) is not None
     assert closed == [80, 300]
     assert library.find(torch.zeros(303, 16)[:, :8], w) is None
+
+
+@pytest.mark.parametrize(
+    "entry", [{"algorithm": "a", "parts": 1}, {"algorithm": "a", "parts": 1, "cut": 24, "rest": "b"}]
+)
+def test_a_refused_algorithm_is_said_once_and_its_descriptions_are_given_back(entry, monkeypatch, caplog):
+    table = LibraryTable()
+    table.add({"version": 1, "products": {"96x40x8": entry}})
+    library = Library(table, torch.bfloat16, torch.device("cpu"))
+    library.why_not = None
+    open_ones = []
+
+    class Product:
+        def __init__(self, *_, **__):
+            open_ones.append(self)
+
+        def take(self, algorithm):
+            return algorithm == "b"
+
+        def close(self):
+            open_ones.remove(self)
+
+    monkeypatch.setattr(library, "product", Product)
+    for _ in range(2):
+        assert library.find(torch.zeros(96, 8), torch.zeros(40, 8)) is None
+    assert not open_ones
+    assert [r.getMessage() for r in caplog.records] == [
+        "cuBLASLt refuses the table's algorithm for 96 x 40 x 8: its own choice is taken"
+    ]

@@ -116,6 +116,8 @@ def test_layers_are_served_one_by_one():
     bulk = chosen(mixers)
     assert bulk.why_not is None
     assert [bulk.serves(i) for i in range(5)] == [True, False, False, False, True]
+    assert bulk.note() == "bulk copies (Hopper) in 2 of 5 layers, plain loads in the others"
+    assert chosen([mixer()]).note() == "bulk copies (Hopper)"
     assert "all layers" in chosen(mixers[1:4]).why_not
     assert "20 query heads" in chosen([mixer(num_heads=160)]).why_not
 

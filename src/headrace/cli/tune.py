@@ -15,7 +15,7 @@ def tune(
     ] = "",
     out: Annotated[Path | None, typer.Option(help="folder of the table; default: the user's data folder")] = None,
 ) -> None:
-    """Measure matrix products of few rows on this GPU and write the card's table (about two minutes)."""
+    """Measure matrix products and decode attention on this GPU and write the card's table (minutes)."""
     from headrace.base.errors import InvalidInput
     from headrace.spec.locate import locate
 

@@ -617,21 +617,23 @@ def measure_decode(
                         splits=split, least=least, warps=way[0], stages=way[1], pdl=pdl,
                     )  # fmt: skip
 
-            entries[decode_key(bucket, dim, BULK)] = _fastest_bulk(bulk, rows, sorted(splits), contexts, layers, report)
+            entries[decode_key(bucket, dim, BULK)] = _fastest_bulk(
+                bulk, rows, sorted(splits), contexts, layers, device, report
+            )  # fmt: skip
         pools.clear()
     return entries
 
 
-def _fastest_bulk(launch, rows, splits, contexts, layers, report) -> dict[str, int]:
+def _fastest_bulk(launch, rows, splits, contexts, layers, device, report) -> dict[str, int]:
     """The entry of decode attention by bulk copies: of all ways, programs and least pages, those of the least time."""
 
     def compile_way(way) -> None:
-        torch.cuda.set_device(torch.cuda.current_device())
+        torch.cuda.set_device(device)
         launch(way, 1, 4, contexts[0])
 
     with ThreadPoolExecutor(12 if separate_launchers() else 1) as threads:
         list(threads.map(compile_way, _BULK_KINDS))
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(device)
     timed = []
     # Many rows fill the card by themselves: then only long contexts are cut.
     leasts = (4, 8) if rows <= 32 else (64,)

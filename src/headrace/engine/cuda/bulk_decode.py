@@ -50,9 +50,17 @@ class BulkDecode:
         if layout.kv_precision != {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype):
             return f"keys and values are {layout.kv_precision}"
         if not any(self._plain):
-            return "all layers have windows, soft caps or rotations of a part of a head"
+            return "all layers have windows, soft caps, sinks, shared keys or rotations of a part of a head"
         group = max(a.num_heads // a.num_kv_heads for a in mixers)
         return decode_hopper.fits(capability, dtype, layout.head_dim, group, layout.block_tokens)
+
+    def note(self) -> str:
+        """Which layers it serves, for the notes of the start."""
+        if self.why_not is not None:
+            return f"plain loads, since {self.why_not}"
+        served, layers = sum(self._plain), len(self._plain)
+        others = "" if served == layers else f" in {served} of {layers} layers, plain loads in the others"
+        return f"bulk copies (Hopper){others}"
 
     def serves(self, layer: int) -> bool:
         return self.why_not is None and self._plain[layer]

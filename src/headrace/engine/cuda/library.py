@@ -11,6 +11,7 @@ Called through ctypes, for torch offers no choice of algorithms. Handles are opa
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Mapping
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from typing import Any
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 
 from headrace.engine.kernels.table import LibraryTable
+
+log = logging.getLogger("headrace.engine")
 
 _TYPES = {torch.bfloat16: 14}  # cudaDataType_t
 _FP32, _COMPUTE_FP32 = 0, 68
@@ -208,6 +211,8 @@ class Library:
         if key not in self._made:
             entry = self._table.entry(rows, columns, inner)
             self._made[key] = None if entry is None else self.made(rows, columns, inner, entry)
+            if entry is not None and self._made[key] is None:
+                log.warning("cuBLASLt refuses the table's algorithm for %d x %d x %d: its own choice is taken", *key)
             if len(self._made) > _KEPT and (old := self._made.pop(next(iter(self._made)))) is not None:
                 old.close()
         found = self._made[key]
@@ -218,13 +223,18 @@ class Library:
     def made(self, rows: int, columns: int, inner: int, entry: Mapping[str, Any]) -> LibraryProduct | CutProduct | None:
         """The product that an entry of the table describes; None if it cannot be computed so."""
         cut = entry.get("cut")
+        product: LibraryProduct | CutProduct
         if cut is None:
-            product = self.product(rows, columns, inner, entry["parts"])
-            return product if product.take(entry["algorithm"]) else None
-        first = self.product(rows, cut, inner, stride=columns)
-        rest = self.product(rows, columns - cut, inner, stride=columns)
-        fits = first.take(entry["algorithm"]) and rest.take(entry["rest"])
-        return CutProduct(first, rest, cut) if fits else None
+            product = whole = self.product(rows, columns, inner, entry["parts"])
+            fits = whole.take(entry["algorithm"])
+        else:
+            first = self.product(rows, cut, inner, stride=columns)
+            rest = self.product(rows, columns - cut, inner, stride=columns)
+            product, fits = CutProduct(first, rest, cut), first.take(entry["algorithm"]) and rest.take(entry["rest"])
+        if fits:
+            return product
+        product.close()
+        return None
 
     def product(self, rows: int, columns: int, inner: int, parts: int = 1, stride: int = 0) -> LibraryProduct:
         """A product without an algorithm yet (`LibraryProduct.take`)."""

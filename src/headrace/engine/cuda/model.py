@@ -239,13 +239,10 @@ class CudaModel:
             tiles = "warp-specialized (Hopper)"
             if decoder.why_not_hopper is not None:
                 tiles = f"plain tiles, since {decoder.why_not_hopper}"
-            steps = "bulk copies (Hopper)"
-            if decoder.bulk.why_not is not None:
-                steps = f"plain loads, since {decoder.bulk.why_not}"
             return [
                 f"attention: headrace's own kernels ({why})",
                 f"attention of long prompts: {tiles}",
-                f"attention of decode steps: {steps}",
+                f"attention of decode steps: {decoder.bulk.note()}",
             ]
         begin = time.perf_counter()
         decoder.planner = flashinfer.FlashInfer(

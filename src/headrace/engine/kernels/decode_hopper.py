@@ -345,7 +345,7 @@ def fits(capability: tuple[int, int], dtype: torch.dtype, dim: int, group: int, 
 
 
 @cache
-def _layouts(warps: int, dim: int, group_p: int, kind: gl.dtype) -> dict[str, object]:
+def _layouts(warps: int, dim: int, group_p: int) -> dict[str, object]:
     half = dim // 2
     at_once = max(1, MERGED * 32 * warps // (group_p * dim))
     return {
@@ -386,8 +386,7 @@ def decode_hopper(
     kv_heads, block_tokens, dim = kv.shape[2:]
     group = heads // kv_heads
     group_p = power_of_2(group)
-    kind = gl.bfloat16 if qkv.dtype == torch.bfloat16 else gl.float16
-    given = _layouts(warps, dim, group_p, kind)
+    given = _layouts(warps, dim, group_p)
     some = work.lse
     assert rope_dim in (0, dim)
     assert len(slots) * splits * kv_heads * group_p * dim <= work.partial.numel()

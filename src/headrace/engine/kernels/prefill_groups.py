@@ -111,8 +111,6 @@ def prefill_groups(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     block_m: int = 64,
-    num_warps: int = 4,
-    stages: int = 2,
 ) -> None:
     """`headrace.engine.kernels.prefill.prefill_attention` of a cache of INT4, after `headrace.engine.kernels.groups.code_groups` and
     before `stage_keys`, for which see there."""
@@ -122,6 +120,6 @@ def prefill_groups(
         qkv, out, kv, scales, staged, tables, chunks, tiles, kv if sinks is None else sinks, scale, softcap or 0.0, window or 0,
         qkv.stride(0), tables.stride(0), kv.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, GROUP=heads // kv_heads, D=dim, D_P=padded_dim(code, dim), BT=block_tokens,
-        WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None, BLOCK_M=block_m, STAGES=stages,
-        num_warps=num_warps,
+        WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None, BLOCK_M=block_m, STAGES=2,
+        num_warps=4,
     )  # fmt: skip
