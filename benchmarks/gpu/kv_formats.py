@@ -22,10 +22,9 @@ from headrace.control.request import Sampling
 from headrace.control.step import BlockAppend, Chunk, SlotInit, StepPlan
 from headrace.engine.backend import Limits
 from headrace.engine.executors.cuda import BACKEND
-from headrace.spec.accounting import cache_layout
+from headrace.spec.accounting import cache_layout, default_block_tokens
 from headrace.spec.config import EngineConfig
 from headrace.spec.locate import locate
-from headrace.spec.precision import kv_precision
 
 FORMATS = ("bf16", "fp8", "int8", "int4")
 SEQS, LENGTH = 72, 16640
@@ -44,14 +43,8 @@ DECODE = (
 MIXED = ((64, 512, 0, 256), (64, 512, 4096, 256), (0, 0, 0, 4096), (0, 0, 12288, 4096))
 """Rows that decode, their contexts; cached tokens of a prompt and how many more it brings."""
 
-
 ROOM = 64
 """Tokens that a sequence has blocks for behind its context."""
-
-
-def block_tokens(name: str) -> int:
-    """16, or the tokens whose keys share scales if these are more."""
-    return max(16, kv_precision(name).key_group)
 
 
 def largest_step() -> int:
@@ -68,7 +61,7 @@ class Format:
 
     def __init__(self, model, name: str, pool_bytes: int) -> None:
         self.name = name
-        self.block_tokens = block_tokens(name)
+        self.block_tokens = default_block_tokens(name)
         model = copy.copy(model)
         model.kv_precision, model._memory, model._notes = name, list(model._memory), []
         layout = cache_layout(model.spec, name, self.block_tokens)
@@ -148,7 +141,7 @@ def main(a: argparse.Namespace) -> None:
     loaded = BACKEND.load(files, config)
     budget = loaded.kv_budget_bytes(0.9, 256, 4096)
     for name in a.kv:
-        tokens_of_a_block = block_tokens(name)
+        tokens_of_a_block = default_block_tokens(name)
         layout = cache_layout(loaded.spec, name, tokens_of_a_block)
         tokens = budget // layout.bytes_per_block * tokens_of_a_block
         report(step="whole card", kv=name, bytes=budget, pool_tokens=tokens, users_at_16k=tokens // 16384)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.engine.cuda.pool import FORMATS
-from headrace.spec.accounting import cache_layout
+from headrace.spec.accounting import cache_layout, default_block_tokens
 from headrace.spec.hf import spec_from_hf
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "kv_formats.py"
@@ -32,7 +32,7 @@ def test_the_pools_of_all_formats_fit_beside_each_other_and_hold_the_steps():
     asked = kv_formats.arguments(["model"])
     total = 0
     for name in asked.kv:
-        size = kv_formats.block_tokens(name)
+        size = default_block_tokens(name)
         layout = cache_layout(model, name, size)
         assert layout.kv_precision == name
         blocks = min(int(asked.pool_gb * 1e9) // layout.bytes_per_block, kv_formats.largest_step() // size)

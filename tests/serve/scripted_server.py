@@ -24,7 +24,7 @@ async def main() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     asyncio.get_running_loop().call_later(0.3, lambda: print("port", port, flush=True))
-    await run(app, host="127.0.0.1", port=port, drain_s=float(sys.argv[2]))
+    await run(app, host="127.0.0.1", port=port, drain_s=float(sys.argv[2]), stall_limit_s=300.0)
 
 
 asyncio.run(main())

@@ -14,7 +14,6 @@ from headrace.cli._plan_options import SpreadTarget, Target, spread_options, tar
 
 if TYPE_CHECKING:
     from headrace.plan.deployment import Inputs
-    from headrace.plan.search import Candidate, Rejected
 
 MODEL = Annotated[str, typer.Argument(help="catalog name, hub id, folder, .gguf or config.json", show_default=False)]
 ENGINE = Annotated[str, typer.Option(help="headrace, vllm, sglang, tensorrt-llm or llama-cpp")]
@@ -182,7 +181,7 @@ def rank(
 ) -> None:
     """Rank GPUs, counts and precisions by dollars per million tokens; every rejection has its reason and a way out."""
     from headrace.base.errors import InvalidInput
-    from headrace.plan.search import Need
+    from headrace.plan.search import Need, layout_name
     from headrace.plan.search import rank as plan_rank
     from headrace.spec import hardware, workload
 
@@ -228,14 +227,14 @@ def rank(
         )
         size = "" if c.fleet is None else f", fleet {c.fleet.instances} x {c.gpus}"
         print(
-            f"{n:>2}. {c.gpus} x {c.gpu:<16} {_layout(c):<14} {c.weights:<12} KV {c.kv:<5} batch {c.concurrency:<4} {usd:>10}  "
+            f"{n:>2}. {c.gpus} x {c.gpu:<16} {layout_name(c):<14} {c.weights:<12} KV {c.kv:<5} batch {c.concurrency:<4} {usd:>10}  "
             f"TTFT {c.ttft_ms.value:.0f} ms, {c.tpot_ms.value:.1f} ms/token{size}"
         )
     if not found.candidates:
         print("nothing meets these service levels")
     print(f"{len(found.rejected)} rejected:")
     for r in found.rejected[:15]:
-        print(f"    {r.gpus} x {r.gpu} {_layout(r)} {r.weights} KV {r.kv}: {r.reason} -> {r.change}")
+        print(f"    {r.gpus} x {r.gpu} {layout_name(r)} {r.weights} KV {r.kv}: {r.reason} -> {r.change}")
 
 
 @target_options
@@ -418,10 +417,6 @@ def _print(values: Mapping[str, Any]) -> None:
 def _notes(notes: tuple[str, ...]) -> None:
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-
-
-def _layout(cut: Candidate | Rejected) -> str:
-    return " ".join(f"{name}{n}" for name in ("tp", "pp", "dp", "ep") if (n := getattr(cut, name)) > 1 or name == "tp")
 
 
 def _figure(figure: Any) -> str:

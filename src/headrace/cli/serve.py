@@ -131,8 +131,9 @@ async def _serve(
             host,
             port,
         )
-        limits = {"drain_s": settings.drain_s, "stall_limit_s": settings.stall_limit_s}
-        await run(app, host=host, port=port, access_log=access_log, **limits)
+        await run(
+            app, host=host, port=port, access_log=access_log, drain_s=settings.drain_s, stall_limit_s=settings.stall_limit_s
+        )  # fmt: skip
     finally:
         if not starting.done():
             starting.cancel()

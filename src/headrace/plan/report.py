@@ -17,7 +17,7 @@ from headrace.plan import charts
 from headrace.plan.deployment import Inputs, describe, resolve
 from headrace.plan.fit import fit
 from headrace.plan.perf import perf
-from headrace.plan.search import Candidate, Need, Rejected, rank, tornado
+from headrace.plan.search import Candidate, Need, Rejected, layout_name, rank, tornado
 from headrace.spec import hardware
 from headrace.spec.prediction import Figure, readable
 from headrace.spec.workload import preset
@@ -161,7 +161,4 @@ def _ranking(ranking: Any) -> str:
 
 
 def _deployment(cut: Candidate | Rejected) -> str:
-    layout = " ".join(
-        f"{name}{n}" for name in ("tp", "pp", "dp", "ep") if (n := getattr(cut, name)) > 1 or name == "tp"
-    )
-    return f"{cut.gpus} x {cut.gpu} {layout}, {cut.weights}, KV {cut.kv}"
+    return f"{cut.gpus} x {cut.gpu} {layout_name(cut)}, {cut.weights}, KV {cut.kv}"

@@ -293,6 +293,11 @@ def _candidate(need: Need, d: Deployment, memory: Fit, batch: int, p: Performanc
     )
 
 
+def layout_name(cut: Candidate | Rejected) -> str:
+    """Its ranks of each kind, tensor-parallel ones always: "tp2 dp4"."""
+    return " ".join(f"{name}{n}" for name in ("tp", "pp", "dp", "ep") if (n := getattr(cut, name)) > 1 or name == "tp")
+
+
 def _reject(i: Inputs, reason: str, change: str) -> Rejected:
     return Rejected(i.gpu, i.n_gpus, i.tp or 1, i.pp, i.dp, i.ep, i.weights, i.kv, reason, change)
 

@@ -94,17 +94,15 @@ def traffic(d: Deployment) -> Traffic:
     rows = -(-per_replica // in_flight) * (1 + drafts)
     decode = step_work(m, decode=[(rows, isl + osl // 2)], graphs=not d.inputs.eager)
     cached = min(int(isl * d.inputs.prefix_hit_rate), isl - 1)
-    whole = isl - cached <= d.max_batched_tokens
     if isl - cached > MOST_STEPS * d.max_batched_tokens:
         raise InvalidInput(
             f"prompts of {isl:,} tokens in steps of {d.max_batched_tokens} (max_batched_tokens) take over {MOST_STEPS:,} steps",
             field="max_batched_tokens",
             remedy="allow larger steps",
         )
-    together = min(per_replica, d.max_batched_tokens // (isl - cached)) if whole else 1
-    steps = prompt_chunks(isl, d.max_batched_tokens, together, cached)
-    prompts = len(steps[0]) if whole else 1
-    prefill = step_work(m, prefill=steps[0]) if whole else add([step_work(m, prefill=step) for step in steps])
+    steps = prompt_chunks(isl, d.max_batched_tokens, per_replica, cached)
+    prompts = len(steps[0])
+    prefill = add([step_work(m, prefill=step) for step in steps])
     alone = step_work(m, prefill=steps[0][:1]) if prompts > 1 else prefill
     loop = Loop(
         decode=repeat(decode, stages),

@@ -27,7 +27,7 @@ class _Server(uvicorn.Server):
 
 
 async def run(
-    app: Starlette, *, host: str, port: int, drain_s: float, stall_limit_s: float = 300.0, access_log: bool = False
+    app: Starlette, *, host: str, port: int, drain_s: float, stall_limit_s: float, access_log: bool = False
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return; raises `SystemExit` 1 if the address is taken.
 

@@ -266,14 +266,9 @@ def _mixing_flops(mixer: Mixer) -> float:
 
 
 def prompt_chunks(isl: int, batched: int, prompts: int, cached: int = 0) -> list[list[Span]]:
-    """Steps that prefill `prompts` prompts of `isl` tokens, `cached` of each already there, at `batched` tokens a step."""
+    """The step that prefills as many of `prompts` prompts of `isl` tokens as `batched` tokens allow, `cached` of each already
+    there; of a prompt that is longer than a step, all its steps."""
     todo = isl - cached
     if todo <= batched:
-        per_step = max(1, batched // todo)
-        steps: list[list[Span]] = []
-        while prompts > 0:
-            steps.append([Span(cached, todo)] * min(per_step, prompts))
-            prompts -= per_step
-        return steps
-    one = [[Span(at, min(batched, isl - at), at + batched >= isl)] for at in range(cached, isl, batched)]
-    return one * prompts
+        return [[Span(cached, todo)] * min(prompts, batched // todo)]
+    return [[Span(at, min(batched, isl - at), at + batched >= isl)] for at in range(cached, isl, batched)]
