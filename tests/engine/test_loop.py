@@ -129,6 +129,55 @@ def test_an_idle_loop_sleeps_and_a_busy_one_does_not() -> None:
     assert script.slept == [1, 2]
 
 
+class Idler:
+    """An executor's work of its own: it has `pieces`, and more for each step. Records its calls by the inbox's."""
+
+    def __init__(self, made: EngineCore, script: Script, *, pieces: int, each_step: int = 0) -> None:
+        self.pieces, self.script, self.called, self.submitted = pieces, script, [], []
+        submit = made.executor.submit
+
+        def counted(plan):  # type: ignore[no-untyped-def]
+            self.pieces += each_step
+            self.submitted.append(script.calls)
+            return submit(plan)
+
+        made.executor.submit, made.executor.idle = counted, self  # type: ignore[method-assign,attr-defined]
+
+    def __call__(self) -> bool:
+        self.called.append(self.script.calls)
+        self.pieces -= 1
+        return self.pieces > 0
+
+
+def test_an_idle_executor_works_piece_by_piece_until_nothing_is_left_then_the_loop_sleeps() -> None:
+    script = Script([], [], [], [])
+    made = core()
+    idler = Idler(made, script, pieces=3)
+    drive(made, script)
+    # Each piece comes after a look for messages; after the last one the loop sleeps, once.
+    assert idler.called == [1, 2, 3]
+    assert script.slept == [4]
+
+
+def test_a_message_between_two_pieces_is_served_before_the_next() -> None:
+    script = Script([], [], submits(request("a", max_tokens=5)))
+    made = core()
+    idler = Idler(made, script, pieces=100)
+    drive(made, script)
+    assert idler.called == [1, 2]
+    assert min(idler.submitted) == 3
+
+
+def test_an_executor_does_nothing_of_its_own_while_there_is_work() -> None:
+    script = Script(submits(request("a", max_tokens=5)), [], [], [], [], [], [], [], [], [], [])
+    made = core()
+    idler = Idler(made, script, pieces=0, each_step=1)
+    drive(made, script)
+    assert len(idler.submitted) >= 5
+    assert idler.called
+    assert min(idler.called) > max(idler.submitted)
+
+
 def test_refused_requests_end_at_once_and_alone() -> None:
     record = drive(core(), Script(submits(request("good"), request("long", 500), request("empty", ()))))
     assert record.reason("long") is FinishReason.ERROR

@@ -138,3 +138,12 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class Idler(Protocol):
+    """What an executor may have besides: work of its own that makes later steps faster and that nobody waits for."""
+
+    def idle(self) -> bool:
+        """Do a few milliseconds of it, without changing what any step computes; False when none is left. Called while
+        there is neither work nor a message, by the thread that submits; a message that arrives waits for it."""
+        ...

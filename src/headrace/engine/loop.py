@@ -73,6 +73,7 @@ class EngineLoop:
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
+        self._idle: Callable[[], bool] | None = getattr(executor, "idle", None)
         self._inbox = inbox
         self._emit = emit
         self._clock = clock
@@ -107,7 +108,7 @@ class EngineLoop:
     def _take_messages(self) -> list[Output]:
         """Act on every message that is there; with nothing to compute, sleep until one comes."""
         outputs: list[Output | None] = []
-        for message in self._inbox.receive(0 if self._scheduler.has_work() else None):
+        for message in self._messages():
             match message:
                 case Submit(request):
                     outputs.append(self._accept(request))
@@ -121,6 +122,17 @@ class EngineLoop:
                 case _:
                     assert_never(message)
         return [output for output in outputs if output is not None]
+
+    def _messages(self) -> list[ToEngine]:
+        if self._scheduler.has_work():
+            return self._inbox.receive(0)
+        if self._idle is not None:
+            while True:
+                if messages := self._inbox.receive(0):
+                    return messages
+                if not self._idle():
+                    break
+        return self._inbox.receive(None)
 
     def _accept(self, request: Request) -> Output | None:
         """None, or why the request is refused. A doubled id is ignored: its ending would end the first request."""
