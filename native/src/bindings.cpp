@@ -10,6 +10,7 @@
 
 #include "model.h"
 #include "pack.h"
+#include "pages.h"
 #include "sample.h"
 
 namespace nb = nanobind;
@@ -377,6 +378,13 @@ NB_MODULE(_native, mod) {
     nb::gil_scoped_release release;
     return checksum(data.data(), data.shape(0), pool);
   }, nb::arg("data").noconvert(), nb::arg("pool"), "A 64-bit digest that tells damaged bytes from whole ones.");
+
+  mod.def("populate", [](Bytes memory, int64_t first, int64_t count) {
+    require(first >= 0 && count >= 0 && first <= (int64_t)memory.shape(0) && count <= (int64_t)memory.shape(0) - first, "populate: out of range");
+    nb::gil_scoped_release release;
+    return populate(memory.data() + first, count);
+  }, nb::arg("memory").noconvert(), nb::arg("first"), nb::arg("count"),
+     "Give the pages of count bytes their memory, contents unchanged. 0 or an errno; with count 0 only whether the system can.");
 
   // Addresses and no arrays: taking an array costs more than the norm of a few rows.
   mod.def("rms_norm", [kernels = select_kernels("auto")](uintptr_t x, uintptr_t weight, uintptr_t out, int64_t rows, int64_t n, float eps) {

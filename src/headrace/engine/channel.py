@@ -44,7 +44,7 @@ class Frames:
 
 class Line:
     """One end of a channel for a thread without an event loop. Sending never blocks: what the other end does not take yet is
-    kept, and sent with the next message or while `receive` waits."""
+    kept, and sent with the next message or by `receive`."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -60,6 +60,7 @@ class Line:
 
     def receive(self, wait_s: float | None) -> list[bytes]:
         """Messages that have arrived, in order. Waits up to `wait_s` for the first one, asleep; without end if None."""
+        self._flush()
         messages = self._arrived()
         until_s = None if wait_s is None else time.monotonic() + wait_s
         while not messages and not self.ended and (until_s is None or time.monotonic() < until_s):

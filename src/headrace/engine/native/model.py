@@ -11,15 +11,17 @@ import msgspec
 
 from headrace.base.errors import InvalidInput
 from headrace.control.api import MemoryItem
+from headrace.control.step import StepPlan
 from headrace.engine.backend import Formats, Limits, LogitsWatch
 from headrace.engine.grammars import Grammars
 from headrace.engine.memory import available_bytes, physical_cores
 from headrace.engine.models import MODELS
+from headrace.engine.native.ahead import Ahead, pool_note
 from headrace.engine.native.compute import KV_TYPES, NativeCompute
 from headrace.engine.native.layers import Plan
 from headrace.engine.native.packed_cache import cached_weights
 from headrace.engine.native.rotations import Rotations
-from headrace.engine.step_thread import ThreadExecutor
+from headrace.engine.step_thread import Step, ThreadExecutor, ThreadStep
 from headrace.engine.steps import Steps
 from headrace.engine.weights.checkpoint import Checkpoint
 from headrace.engine.weights.open import open_weights
@@ -115,6 +117,21 @@ def load(files: ModelFiles, config: EngineConfig) -> NativeModel:
     return NativeModel(files, plan, options, pool, available, dummy)
 
 
+class NativeExecutor(ThreadExecutor):
+    """See `headrace.control.step.Executor` and `Idler`: idle, it readies memory of the KV pool."""
+
+    def __init__(self, step: Step, max_num_seqs: int, ahead: Ahead) -> None:
+        super().__init__(step, max_num_seqs, name="headrace-native")
+        self._ahead = ahead
+
+    def submit(self, plan: StepPlan) -> ThreadStep:
+        self._ahead.use(plan.appends)
+        return super().submit(plan)
+
+    def idle(self) -> bool:
+        return self._ahead.piece()
+
+
 class NativeModel:
     """See `headrace.engine.backend.LoadedModel`."""
 
@@ -146,7 +163,7 @@ class NativeModel:
         staging = kv_staging_bytes(self.spec, self.kv_precision, max_num_seqs, "fp32")
         return int(self._available * memory_fraction) - self._plan.arena.nbytes - activations - staging
 
-    def executor(self, layout: CacheLayout, limits: Limits, watch: LogitsWatch | None = None) -> ThreadExecutor:
+    def executor(self, layout: CacheLayout, limits: Limits, watch: LogitsWatch | None = None) -> NativeExecutor:
         options = self._options
         model = self._plan.build(self._pool, layout, options.kernels, options.exact_activations)
         rotations = [Rotations(rope, limits.max_model_len) for rope in self._plan.ropes]
@@ -166,7 +183,8 @@ class NativeModel:
             self._memory.append(MemoryItem("kv_staging", staging, compute.staging.nbytes))
         grammars = Grammars(self.spec.vocab_size, self._grammar_tokens)
         steps = Steps(compute, layout, limits, grammars, watch)
-        return ThreadExecutor(steps.step, limits.max_num_seqs, name="headrace-native")
+        ahead = Ahead(compute.kv, layout.bytes_per_block, available_bytes, self._available // 4)
+        return NativeExecutor(steps.step, limits.max_num_seqs, ahead)
 
     def memory(self) -> tuple[MemoryItem, ...]:
         return tuple(self._memory)
@@ -178,7 +196,7 @@ class NativeModel:
         forms = ", ".join(f"{name} {count:,} B" for name, count in self._plan.packed_as.items())
         pinned = f", workers pinned to CPUs {list(o.pin)}" if o.pin else ""
         note = f"native backend: {kernels} kernels on {o.threads} threads{pinned}, activations {activations}, KV {o.kv}"
-        return (note, f"weights packed as {forms}")
+        return (note, f"weights packed as {forms}", pool_note())
 
     def _grammar_tokens(self) -> GrammarTokens:
         from headrace.text.grammar import GrammarTokens
