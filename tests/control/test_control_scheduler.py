@@ -48,6 +48,38 @@ def test_abort_frees_blocks_at_once_also_with_steps_in_flight():
     rig.run()
 
 
+@pytest.mark.parametrize("told_first", [False, True])
+def test_a_request_that_ends_is_published_after_its_tokens_are_told(told_first):
+    rig = Rig(blocks=20)
+    first = rig.submit(prompt(14), max_tokens=1, ignore_eos=True)
+    while first not in rig.finish:
+        rig.step()
+    stats = rig.scheduler.stats()
+    assert (stats.running, stats.free_blocks, stats.cached_blocks) == (0, 20, 0)
+    if told_first:
+        assert rig.scheduler.settle()
+        assert rig.scheduler.stats().cached_blocks == 4
+        assert not rig.scheduler.settle()
+    second = rig.submit(prompt(14), max_tokens=1, ignore_eos=True)  # planning settles what nobody has settled
+    rig.run()
+    assert rig.finish[second].cached_tokens == 13
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_blocks_that_only_ended_requests_share_count_as_free(held):
+    rig = Rig(blocks=20)
+    rig.submit(prompt(12), max_tokens=1, ignore_eos=True)
+    rig.run()
+    names = [rig.submit(prompt(12) + prompt(2, seed), max_tokens=1, ignore_eos=True) for seed in (5, 6)]
+    if held:
+        rig.submit(prompt(12), max_tokens=3, ignore_eos=True)
+    while not all(name in rig.finish for name in names):
+        rig.step()
+    # The third goes on with two of the blocks and a copy of the last, in which it writes.
+    assert rig.scheduler.stats().free_blocks == 20 - 3 * held
+    rig.run()
+
+
 def test_a_waiting_request_can_be_aborted():
     rig = Rig(max_num_seqs=1)
     rig.submit(prompt(8), max_tokens=20, ignore_eos=True)

@@ -98,6 +98,16 @@ def test_overlapped_steps_give_the_same_tokens_as_steps_one_by_one() -> None:
     assert [len(results[0][r.request_id]) for r in requests] == [r.sampling.max_tokens for r in requests]
 
 
+def test_the_last_token_is_told_before_its_request_is_published() -> None:
+    record = drive(core(), Script(submits(request("a", 30, max_tokens=1))))
+    at = next(i for i, m in enumerate(record.messages) if any(o.finish is not None for o in m.outputs))
+    told, settled = record.messages[at : at + 2]
+    assert (told.stats.running, told.stats.cached_blocks) == (0, 0)
+    assert not settled.outputs
+    assert settled.stats.cached_blocks > 0
+    assert settled.stats.free_blocks == told.stats.free_blocks == told.stats.total_blocks
+
+
 def test_overlap_keeps_a_second_step_in_flight() -> None:
     depths: dict[bool, int] = {}
     for overlap in (False, True):

@@ -121,7 +121,9 @@ class Scheduler:
         self._released_slots: list[int] = []  # free too, but the next plan must tell the executor
         self._in_flight: deque[tuple[StepPlan, list[tuple[Sequence, int]]]] = deque()
         self._unpublished: list[tuple[Sequence, int]] = []
-        """Whose prompts grew since the last plan, in which incarnation."""
+        """Whose prompts grew since the last `settle`, in which incarnation."""
+        self._ended: list[Sequence] = []
+        """Ended since the last `settle`, which publishes what they computed and gives back their blocks."""
         self._next_number = 0
         self._next_step = 0
         # The first in line that did not fit, with what was free and published then: no use trying before that changes.
@@ -194,13 +196,16 @@ class Scheduler:
         sequence = self._live.get(request_id)
         if sequence is None:
             return None
-        return Output(request_id, finish=self._end(sequence, FinishReason.ABORT, ticks(self._clock.now())))
+        output = Output(request_id, finish=self._end(sequence, FinishReason.ABORT, ticks(self._clock.now())))
+        self.settle()
+        return output
 
     def fail_all(self, error: str) -> list[Output]:
         """End every request with `error` after the executor died. Steps in flight are forgotten, and so is all cached
         KV. The executor must be replaced by a fresh one, with empty slots, before the next plan."""
         now = ticks(self._clock.now())
         self._in_flight.clear()
+        self.settle()
         self._prefix.flush()
         outputs = [
             Output(s.request.request_id, finish=self._end(s, FinishReason.ERROR, now, error=error, publish=False))
@@ -216,6 +221,7 @@ class Scheduler:
             for sequence, _ in rows:
                 sequence.pending = 0
         self._in_flight.clear()
+        self.settle()
         self._prefix.flush()
         now = ticks(self._clock.now())
         for sequence in list(self._running):
@@ -224,7 +230,7 @@ class Scheduler:
 
     def flush_prefix(self) -> None:
         """Forget every cached prefix. Live requests keep their blocks and publish again as they go on."""
-        self._publish_prompts()
+        self.settle()
         self._prefix.flush()
 
     def has_work(self) -> bool:
@@ -232,10 +238,11 @@ class Scheduler:
         return bool(self._live or self._in_flight)
 
     def stats(self) -> EngineStats:
+        """Blocks of requests that have ended count as free, but as cached only after `settle`."""
         return EngineStats(
             running=len(self._running),
             waiting=len(self._waiting),
-            free_blocks=self._pool.free_blocks,
+            free_blocks=self._pool.free_blocks + self._tables.held_by_these_alone(self._ended),
             total_blocks=self._pool.num_blocks,
             cached_blocks=self._pool.cached_blocks,
             prefix_queries_tokens=self._prefix_queries_tokens,
@@ -257,7 +264,7 @@ class Scheduler:
         Decodes come first, then running prefills, then new requests, within `max_batched_tokens`. With `alone`, a live
         request's id, every other one waits; no step may be in flight when that changes.
         """
-        self._publish_prompts()
+        self.settle()
         if not self._live:
             return None
         if alone is not None:
@@ -275,13 +282,22 @@ class Scheduler:
             # Nothing planned and nothing in flight: a preemption may have made room, which the next round uses.
         raise AssertionError(f"the scheduler is stuck: {self.stats()}")
 
-    def _publish_prompts(self) -> None:
-        """Offer what prefill steps have computed. Not at their commit: a long prompt's first token need not wait for it."""
+    def settle(self) -> bool:
+        """Offer what prefill steps and ended requests have computed to the prefix cache, and give back the blocks of the latter;
+        True if there was any of it. Not done by `commit`, since no token need wait for it: of a long prompt that takes
+        milliseconds. `plan` begins with it; call it once the outputs are told, when nothing else may be asked for a while."""
+        if not self._unpublished and not self._ended:
+            return False
+        for sequence in self._ended:
+            self._tables.publish(sequence)
+            self._tables.vacate(sequence)
+        self._ended.clear()
         for sequence, incarnation in self._unpublished:
             if sequence.state is State.RUNNING and sequence.incarnation == incarnation:
                 self._tables.publish(sequence)
                 self._tables.drop_behind_windows(sequence)
         self._unpublished.clear()
+        return True
 
     def _plan_alone(self, sequence: Sequence) -> StepPlan | None:
         now = ticks(self._clock.now())
@@ -432,7 +448,8 @@ class Scheduler:
         """
         if publish:
             self._tables.publish(sequence)
-        self._vacate(sequence)
+        self._tables.vacate(sequence)
+        self._leave(sequence)
         sequence.state = State.WAITING
         sequence.incarnation += 1
         sequence.preemptions += 1
@@ -550,7 +567,8 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> list[Output]:
         """Take in the result of the oldest step in flight; returns the new tokens and the ends of its requests.
 
-        Prompts that go on are published to the prefix cache by the next `plan`, after the tokens could be told.
+        What was computed is published to the prefix cache, and blocks of ended requests are given back, by `settle`, after the
+        tokens could be told.
         Rows of requests that ended meanwhile are discarded. Raises `ValueError` if it is not that step's result.
         """
         if not self._in_flight or self._in_flight[0][0].step_id != plan.step_id or result.step_id != plan.step_id:
@@ -636,6 +654,7 @@ class Scheduler:
 
     def _fail(self, sequence: Sequence, error: str, now: int) -> Finish:
         """End one request whose row failed, and drop every cached prefix its KV may have come from or gone to."""
+        self.settle()  # or what others of this step computed with the same prefix would be published after it is forgotten
         self._prefix.forget(sequence.request.namespace, sequence.encoded)
         return self._end(sequence, FinishReason.ERROR, now, error=error, publish=False)
 
@@ -650,9 +669,11 @@ class Scheduler:
         publish: bool = True,
     ) -> Finish:
         if sequence.state is State.RUNNING:
+            self._leave(sequence)
             if publish:
-                self._tables.publish(sequence)
-            self._vacate(sequence)
+                self._ended.append(sequence)
+            else:
+                self._tables.vacate(sequence)
         else:
             _discard(self._waiting, sequence)
         sequence.state = State.FINISHED
@@ -660,9 +681,8 @@ class Scheduler:
         del self._live[sequence.request.request_id]
         return sequence.finish(reason, now, stop_token_id=stop_token_id, error=error)
 
-    def _vacate(self, sequence: Sequence) -> None:
-        """Give back a running sequence's blocks and slot."""
-        self._tables.vacate(sequence)
+    def _leave(self, sequence: Sequence) -> None:
+        """Give back a running sequence's slot; its blocks are still its own."""
         self._slots.append(sequence.slot)
         self._released_slots.append(sequence.slot)
         sequence.slot = -1
@@ -670,7 +690,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert every invariant: blocks, tree, slots, ranges. Slow; for tests."""
-        self._tables.check(self._running, (sequence for sequence, _ in self._unpublished))
+        self._tables.check([*self._running, *self._ended], [*(s for s, _ in self._unpublished), *self._ended])
         in_use = [s.slot for s in self._running]
         assert sorted(in_use + self._slots) == list(range(self.config.max_num_seqs)), "slots were lost or doubled"
         assert len(self._live) == len(self._running) + len(self._waiting)
@@ -680,7 +700,7 @@ class Scheduler:
                 assert sequence.state is state
                 assert self._live[sequence.request.request_id] is sequence
                 self._check_sequence(sequence)
-        if not self._running:
+        if not self._running and not self._ended:
             assert self._pool.free_blocks == self._pool.num_blocks, "blocks are held by no one"
 
     def _check_sequence(self, sequence: Sequence) -> None:

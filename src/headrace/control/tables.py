@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from headrace.base.units import ceil_div
@@ -70,6 +71,12 @@ class BlockTables:
             return 0
         chunk = min(self._max_chunk_tokens, known - sequence.scheduled)
         return max(0, self._demand.peak(known, chunk) - sum(b >= 0 for table in sequence.tables for b in table))
+
+    def held_by_these_alone(self, sequences: Iterable[Sequence]) -> int:
+        """Blocks that nobody but these sequences holds."""
+        references = self._pool.references
+        holders = Counter(b for s in sequences for table in s.tables for b in table if b >= 0)
+        return sum(references(block) == count for block, count in holders.items())
 
     # Taking
 

@@ -209,6 +209,8 @@ class EngineLoop:
     def _tell(self, outputs: list[Output]) -> None:
         self._live.difference_update(output.request_id for output in outputs if output.finish is not None)
         self._emit(StepOutputs(tuple(outputs), self._scheduler.stats()))
+        if self._scheduler.settle() and not self._scheduler.has_work():
+            self._emit(StepOutputs((), self._scheduler.stats()))  # no step will tell them
 
     def _end(self) -> None:
         """End what is left with `abort` and wait for the steps in flight, whose results nobody wants any more."""
