@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from contextlib import closing
 from typing import Any
@@ -258,3 +259,15 @@ def test_an_engine_that_does_not_fit_names_the_setting_that_does() -> None:
         assert len(answer.token_ids) == 10
     with pytest.raises(DoesNotFit):
         LLM("smollm2-135m", backend="torch", threads=1, kv_bytes=kv_bytes - 1, max_model_len=100)
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("field", ["kv_bytes", "num_blocks"])
+def test_a_pool_larger_than_the_memory_is_refused_by_the_option_that_asked_for_it(backend: str, field: str) -> None:
+    beyond_bytes = 4 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    beyond = beyond_bytes if field == "kv_bytes" else beyond_bytes // (16 * 23_040)
+    with pytest.raises(DoesNotFit, match="memory leaves") as caught:
+        LLM("smollm2-135m", backend=backend, threads=1, **{field: beyond})
+    assert caught.value.field == field
+    fitting = int((caught.value.remedy or "").split(f"set {field} to ")[1].split()[0])
+    assert 0 < fitting < beyond

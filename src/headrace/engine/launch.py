@@ -181,8 +181,8 @@ def _assemble(
         order=config.order,
         eviction=config.eviction,
     )
+    executor = model.executor(layout, limits)  # first: a pool that the device does not have fails here at once
     scheduler = Scheduler(settings, layout, pool.num_blocks, clock)
-    executor = model.executor(layout, limits)
     info = EngineInfo(
         model=files.name,
         model_type=model.spec.model_type,
@@ -263,6 +263,9 @@ class Pool:
             if config.memory_fraction is None and defaults.pool_bytes is not None:
                 useful = min(defaults.pool_bytes // self._block_bytes, max_num_seqs * needed)
                 self.num_blocks = min(self.num_blocks, max(useful, needed))
+        # A GPU refuses what it does not have; a host would give the addresses and end the process when it needs the pages.
+        if model.device == "cpu" and self.num_blocks * self._block_bytes > (spare := max(0, budget(1.0))):
+            raise self._beyond_memory(spare)
 
         self.max_model_len = wanted
         if needed > self.num_blocks:
@@ -274,6 +277,18 @@ class Pool:
                 f"max_model_len is {fitting:,} tokens, all that the KV pool holds, not the model's {wanted:,}; "
                 f"kv_bytes {needed * self._block_bytes} would hold them"
             )
+
+    def _beyond_memory(self, spare_bytes: int) -> DoesNotFit:
+        most = spare_bytes // self._block_bytes
+        field, fitting = (
+            ("num_blocks", most) if self._config.num_blocks is not None else ("kv_bytes", most * self._block_bytes)
+        )
+        return DoesNotFit(
+            f"a KV pool of {self.num_blocks:,} blocks is {format_bytes(self.num_blocks * self._block_bytes)}, and the available "
+            f"memory leaves {format_bytes(spare_bytes)} beside weights and activations",
+            field=field,
+            remedy=f"set {field} to {fitting} or less, or leave it out" if most else "leave it out",
+        )
 
     def _does_not_fit(self, wanted: int, needed: int, fitting: int, layout: CacheLayout, budget) -> DoesNotFit:
         need_bytes = needed * self._block_bytes
