@@ -56,10 +56,11 @@ def test_a_request_that_ends_is_published_after_its_tokens_are_told(told_first):
         rig.step()
     stats = rig.scheduler.stats()
     assert (stats.running, stats.free_blocks, stats.cached_blocks) == (0, 20, 0)
+    assert rig.scheduler.unsettled
     if told_first:
-        assert rig.scheduler.settle()
+        rig.scheduler.settle()
         assert rig.scheduler.stats().cached_blocks == 4
-        assert not rig.scheduler.settle()
+        assert not rig.scheduler.unsettled
     second = rig.submit(prompt(14), max_tokens=1, ignore_eos=True)  # planning settles what nobody has settled
     rig.run()
     assert rig.finish[second].cached_tokens == 13

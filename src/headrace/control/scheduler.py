@@ -282,12 +282,16 @@ class Scheduler:
             # Nothing planned and nothing in flight: a preemption may have made room, which the next round uses.
         raise AssertionError(f"the scheduler is stuck: {self.stats()}")
 
-    def settle(self) -> bool:
-        """Offer what prefill steps and ended requests have computed to the prefix cache, and give back the blocks of the latter;
-        True if there was any of it. Not done by `commit`, since no token need wait for it: of a long prompt that takes
-        milliseconds. `plan` begins with it; call it once the outputs are told, when nothing else may be asked for a while."""
-        if not self._unpublished and not self._ended:
-            return False
+    @property
+    def unsettled(self) -> bool:
+        """Whether `settle` has something to do."""
+        return bool(self._unpublished or self._ended)
+
+    def settle(self) -> None:
+        """Offer what prefill steps and ended requests have computed to the prefix cache, and give back the blocks of the latter.
+
+        Not done by `commit`, since no token need wait for it: of a long prompt it takes milliseconds. `plan` begins with it;
+        call it when there is nothing to plan for a while."""
         for sequence in self._ended:
             self._tables.publish(sequence)
             self._tables.vacate(sequence)
@@ -297,7 +301,6 @@ class Scheduler:
                 self._tables.publish(sequence)
                 self._tables.drop_behind_windows(sequence)
         self._unpublished.clear()
-        return True
 
     def _plan_alone(self, sequence: Sequence) -> StepPlan | None:
         now = ticks(self._clock.now())

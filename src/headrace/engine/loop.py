@@ -42,6 +42,8 @@ log = logging.getLogger("headrace.engine")
 MAX_FAILURES_IN_A_ROW = 4
 # The first token comes from a step that computes all tokens again, the second from one like those that failed.
 PROBATION_TOKENS = 2
+READER_S = 0.0005
+"""What those who were told the last tokens get to read them before the loop tidies up after their requests."""
 
 
 class Inbox(Protocol):
@@ -126,6 +128,13 @@ class EngineLoop:
     def _messages(self) -> list[ToEngine]:
         if self._scheduler.has_work():
             return self._inbox.receive(0)
+        if self._scheduler.unsettled:
+            # Not at once: a thread of this process that was just told something cannot run before this one waits, and the
+            # interpreter lets it wait for 5 ms.
+            if messages := self._inbox.receive(READER_S):
+                return messages
+            self._scheduler.settle()
+            self._emit(StepOutputs((), self._scheduler.stats()))  # no step will tell them
         if self._idle is not None:
             while True:
                 if messages := self._inbox.receive(0):
@@ -209,8 +218,6 @@ class EngineLoop:
     def _tell(self, outputs: list[Output]) -> None:
         self._live.difference_update(output.request_id for output in outputs if output.finish is not None)
         self._emit(StepOutputs(tuple(outputs), self._scheduler.stats()))
-        if self._scheduler.settle() and not self._scheduler.has_work():
-            self._emit(StepOutputs((), self._scheduler.stats()))  # no step will tell them
 
     def _end(self) -> None:
         """End what is left with `abort` and wait for the steps in flight, whose results nobody wants any more."""
