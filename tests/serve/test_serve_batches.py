@@ -314,10 +314,13 @@ async def test_begun_work_that_fails_at_once_says_so():
 @given(st.text(), st.text())
 def test_an_event_encoded_in_parts_is_the_event(model, text):
     event = {"model": model + '"text":""', "choices": [{"index": 3, "text": "", "logprobs": None}], "usage": None}
-    encoded = TextEvent(event, "text").of(text)
+    encoded = TextEvent(event, "text").of(text, 5)
+    counting = TextEvent(event, "text", 7)
     event["choices"][0]["text"] = text
     assert json.loads(encoded) == event
     assert b"\n" not in encoded
+    usage = {"prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12}
+    assert json.loads(counting.of(text, 5)) == json.loads(encoded) | {"usage": usage}
 
 
 @given(st.lists(st.tuples(st.floats(0, 20), st.integers(1, 5))))

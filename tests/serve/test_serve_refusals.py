@@ -185,7 +185,6 @@ TOOL = {"type": "function", "function": {"name": "now"}}
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
-        ({"tools": []}, "tools"),
         ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
         ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),

@@ -44,6 +44,10 @@ def serve(
     ] = 300.0,
     drain_s: Annotated[float, Option("Seconds that running requests may take after SIGTERM.")] = 30.0,
     cors_origin: Annotated[list[str], Option("Origin that browsers may call from. May be repeated.")] = [],  # noqa: B006
+    ignore_unknown_fields: Annotated[
+        bool,
+        Option("Pass over request fields that are not known here instead of refusing them.", "--ignore-unknown-fields"),
+    ] = False,
     tokenizer_threads: Annotated[int, Option("Threads that encode and decode text.", least=1)] = 2,
     access_log: Annotated[bool, Option("Log every request.", "--access-log")] = False,
     log_level: Annotated[str, Option("debug, info, warning or error.")] = "info",
@@ -86,6 +90,7 @@ def serve(
         drain_s=drain_s,
         cors_origins=tuple(cors_origin),
         tokenizer_threads=tokenizer_threads,
+        ignore_unknown_fields=ignore_unknown_fields,
     )
 
     import uvloop

@@ -36,6 +36,10 @@ def check_fields(request: SamplingFields, max_tokens: int | None, vocab_size: in
             )
     if request.stream_options is not None and not request.stream:
         raise bad_field("stream_options", "stream_options needs stream to be true.")
+    if (options := request.stream_options) and options.continuous_usage_stats and not options.include_usage:
+        raise bad_field(
+            "stream_options.continuous_usage_stats", "continuous_usage_stats needs include_usage to be true."
+        )
     if max_tokens is not None and (request.min_tokens or 0) > max_tokens:
         raise bad_field("min_tokens", f"min_tokens is {request.min_tokens}, more than max_tokens, {max_tokens}.")
 

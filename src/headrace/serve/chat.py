@@ -11,12 +11,11 @@ import msgspec
 from headrace.serve.chunks import Chunks
 from headrace.serve.errors import bad_field
 from headrace.serve.exchange import Answer, Call, EventStream, json_response
-from headrace.serve.front import Batch, Front, JsonDict, TextEvent
+from headrace.serve.front import Batch, Front, JsonDict
 from headrace.serve.generation import Ending, Piece, Pieces, Token, shown
 from headrace.serve.logprobs import chat_logprobs, prompt_logprobs
 from headrace.serve.messages import render
 from headrace.serve.protocol.chat import ChatRequest
-from headrace.serve.protocol.strict import parse
 from headrace.serve.structured import answer_grammar
 from headrace.serve.tools import Arguments, CallReader, CallStart, Content, ToolEvent, tool_use
 
@@ -29,7 +28,7 @@ class Chat:
 
     async def __call__(self, call: Call) -> Answer:
         front = self._front
-        request = parse(ChatRequest, call.body)
+        request = front.parse(ChatRequest, call.body)
         model = front.check_model(request.model)
         max_tokens = _max_tokens(request)
         front.check(request, max_tokens)
@@ -38,7 +37,9 @@ class Chat:
         call.held.enter_context(front.gate.admit(request.n or 1, "n"))
         use = tool_use(request)
         grammar = await front.threads.run(answer_grammar, request, use)
-        text = await front.threads.run(render, front.template, request.messages, use)
+        text = await front.threads.run(
+            render, front.template, request.messages, use, variables=request.chat_template_kwargs
+        )
         ids = await front.threads.run(front.tokenizer.encode, text, add_special=False)
         if not ids:
             raise bad_field("messages", "The chat template makes no tokens of these messages.")
@@ -189,17 +190,18 @@ class _Chunks(Chunks):
         super().__init__(batch, writers, request, _head(batch, "chat.completion.chunk"))
         self._writers = writers
         self._logprobs = bool(request.logprobs)
-        self._plain = [TextEvent(self._delta_chunk(w, {"content": ""}), "content") for w in writers]
+        self._plain = [self.text_event(w.index, _choice(w, {"content": ""}), "content") for w in writers]
 
     def of(self, piece: Piece) -> list[bytes]:
         writer = self._writers[piece.index]
         if writer.is_plain(piece):
-            return [self._plain[piece.index].of(piece.text)]
+            return [self._plain[piece.index].of(piece.text, piece.completion_tokens)]
         chunks: list[JsonDict] = []
-        if not writer.begun:
+        if opening := not writer.begun:
             chunks.append(
                 self._delta_chunk(writer, {"role": "assistant", "content": ""}) | writer.prompt_logprobs(piece)
             )
+            self.count(chunks[0], piece.index, 0)
         deltas = [_delta(event) for event in writer.read(piece)]
         if not deltas and self._logprobs and shown(piece.tokens):
             deltas = [{}]  # tokens of text that is held back still have their log-probabilities
@@ -208,9 +210,16 @@ class _Chunks(Chunks):
         if piece.ending is not None:
             last = self._delta_chunk(writer, {})
             last["choices"][0]["finish_reason"] = writer.finish_reason
-            self.ended(last)
             chunks.append(last)
+        for chunk in chunks[opening:]:
+            self.count(chunk, piece.index, piece.completion_tokens)
+        if piece.ending is not None:
+            self.ended(chunks[-1])
         return [msgspec.json.encode(chunk) for chunk in chunks]
 
     def _delta_chunk(self, writer: _ChoiceWriter, delta: JsonDict, logprobs: JsonDict | None = None) -> JsonDict:
-        return self.chunk({"index": writer.index, "delta": delta, "logprobs": logprobs, "finish_reason": None})
+        return self.chunk(_choice(writer, delta, logprobs))
+
+
+def _choice(writer: _ChoiceWriter, delta: JsonDict, logprobs: JsonDict | None = None) -> JsonDict:
+    return {"index": writer.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}

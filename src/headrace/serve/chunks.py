@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from headrace.serve.front import Batch, JsonDict
+from headrace.serve.front import Batch, JsonDict, TextEvent
 from headrace.serve.generation import Ending
 from headrace.serve.protocol.sampling import SamplingFields
 
@@ -23,13 +23,29 @@ class Chunks:
 
     def __init__(self, batch: Batch, writers: Sequence[Writer], request: SamplingFields, head: JsonDict) -> None:
         self._head = head
-        self._with_usage = request.stream_options is not None and bool(request.stream_options.include_usage)
+        options = request.stream_options
+        self._with_usage = options is not None and bool(options.include_usage)
+        self._with_counts = options is not None and bool(options.continuous_usage_stats)
         self._explain = bool(request.explain)
         self._batch = batch
         self._ending_of = writers
 
     def chunk(self, choice: JsonDict) -> JsonDict:
         return {**self._head, "choices": [choice], **({"usage": None} if self._with_usage else {})}
+
+    def text_event(self, index: int, choice: JsonDict, field: str) -> TextEvent:
+        """Chunks of choice `index` that differ in their text, and in what is counted if that was asked for."""
+        return TextEvent(self.chunk(choice), field, self._prompt_tokens(index) if self._with_counts else None)
+
+    def count(self, chunk: JsonDict, index: int, completion_tokens: int) -> None:
+        """Put the tokens of choice `index` so far on its chunk, if that was asked for."""
+        if self._with_counts:
+            prompt = self._prompt_tokens(index)
+            total = prompt + completion_tokens
+            chunk["usage"] = {"prompt_tokens": prompt, "completion_tokens": completion_tokens, "total_tokens": total}
+
+    def _prompt_tokens(self, index: int) -> int:
+        return len(self._batch.prompts[index // self._batch.n])
 
     def ended(self, last: JsonDict) -> None:
         """The last chunk of a choice: if it is the stream's last, `explain` is put on it."""

@@ -13,11 +13,10 @@ from headrace.serve.admission import check_ids
 from headrace.serve.chunks import Chunks
 from headrace.serve.errors import bad_field
 from headrace.serve.exchange import Answer, Call, EventStream, json_response
-from headrace.serve.front import Batch, Front, JsonDict, TextEvent
+from headrace.serve.front import Batch, Front, JsonDict
 from headrace.serve.generation import Ending, Piece, Pieces, shown
 from headrace.serve.logprobs import CompletionLogprobs, joined_logprobs, prompt_logprobs
 from headrace.serve.protocol.completions import CompletionRequest
-from headrace.serve.protocol.strict import parse
 from headrace.serve.structured import answer_grammar
 from headrace.text.stream import OutputText
 
@@ -40,7 +39,7 @@ class Completions:
 
     async def __call__(self, call: Call) -> Answer:
         front = self._front
-        request = parse(CompletionRequest, call.body)
+        request = front.parse(CompletionRequest, call.body)
         model = front.check_model(request.model)
         max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
         front.check(request, max_tokens)
@@ -195,16 +194,17 @@ class _Chunks(Chunks):
     def __init__(self, batch: Batch, writers: Sequence[_ChoiceWriter], request: CompletionRequest) -> None:
         super().__init__(batch, writers, request, _head(batch))
         self._writers = writers
-        self._plain = [TextEvent(self.chunk(_choice(w.index, "", None)), "text") for w in writers]
+        self._plain = [self.text_event(w.index, _choice(w.index, "", None), "text") for w in writers]
 
     def of(self, piece: Piece) -> list[bytes]:
         writer = self._writers[piece.index]
         if writer.is_plain(piece):
-            return [self._plain[piece.index].of(piece.text)]
+            return [self._plain[piece.index].of(piece.text, piece.completion_tokens)]
         choice = writer.write(piece)
         if choice is None:
             return []
         chunk = self.chunk(choice)
+        self.count(chunk, piece.index, piece.completion_tokens)
         self.ended(chunk)
         return [msgspec.json.encode(chunk)]
 

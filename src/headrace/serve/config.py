@@ -36,6 +36,7 @@ class ServeConfig:
     `max_waiting`: sequences accepted beyond the engine's own batch before the server answers 429.
     `request_limit_s`: an accepted request that is not finished by then ends with an error, whatever the engine does.
     `stall_limit_s`: a client that takes nothing of its answer for so long is cut off, and its request ends.
+    `ignore_unknown_fields`: leave fields that are not known here out of a request instead of refusing it.
     `drain_s`: how long running requests may finish after SIGTERM. `eos_token_ids` end a sequence unless ignored.
     """
 
@@ -51,6 +52,7 @@ class ServeConfig:
     drain_s: float = 30.0
     cors_origins: tuple[str, ...] = ()
     tokenizer_threads: int = 2
+    ignore_unknown_fields: bool = False
 
     def __post_init__(self) -> None:
         if not self.served_names or not all(self.served_names):

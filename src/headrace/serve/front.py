@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -19,12 +20,18 @@ from headrace.serve.gate import Gate
 from headrace.serve.generation import Ending, SequenceRun
 from headrace.serve.metrics import Metrics
 from headrace.serve.protocol.sampling import SamplingFields
+from headrace.serve.protocol.strict import M, parse
 from headrace.serve.texts import TextThreads
 from headrace.text.stream import OutputText
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 
+log = logging.getLogger("headrace.serve")
+
 JsonDict = dict[str, Any]
+
+MOST_PASSED_OVER = 100
+"""Names of unknown fields that are told; more would fill a log at a client's will."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +78,26 @@ class Batch:
 class TextEvent:
     """Events that differ in one text alone: what stays is encoded once."""
 
-    def __init__(self, event: JsonDict, field: str) -> None:
-        """`event` has the empty text under the key `field`, in one place."""
+    def __init__(self, event: JsonDict, field: str, prompt_tokens: int | None = None) -> None:
+        """`event` has the empty text under the key `field`, in one place. `prompt_tokens`: it ends with a usage of null,
+        in whose place each event says how many tokens there are so far."""
         key = b'"%b":"' % field.encode()  # nowhere else: inside of a string its quotes would be escaped
         self._before, self._after = msgspec.json.encode(event).split(key + b'"')
         self._before += key[:-1]
 
-    def of(self, text: str) -> bytes:
+        self._prompt_tokens = prompt_tokens
+        if prompt_tokens is not None:
+            self._after = (
+                self._after.removesuffix(b"null}") + b'{"prompt_tokens":%d,"completion_tokens":' % prompt_tokens
+            )
+
+    def of(self, text: str, completion_tokens: int) -> bytes:
         """The event with that text, encoded."""
-        return b"%b%b%b" % (self._before, msgspec.json.encode(text), self._after)
+        if self._prompt_tokens is None:
+            return b"%b%b%b" % (self._before, msgspec.json.encode(text), self._after)
+        total = self._prompt_tokens + completion_tokens
+        said = (self._before, msgspec.json.encode(text), self._after, completion_tokens, total)
+        return b'%b%b%b%d,"total_tokens":%d}}' % said
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +111,17 @@ class Front:
     gate: Gate
     metrics: Metrics
     threads: TextThreads
+    passed_over: set[str] = field(default_factory=set)
+    """Unknown fields that have been told of."""
+
+    def parse(self, model: type[M], body: bytes) -> M:
+        """The request in `body`, as `protocol.strict.parse` reads it under this server's rule for unknown fields."""
+        return parse(model, body, self._pass_over if self.config.ignore_unknown_fields else None)
+
+    def _pass_over(self, field: str) -> None:
+        if field not in self.passed_over and len(self.passed_over) < MOST_PASSED_OVER:
+            self.passed_over.add(field)
+            log.warning("unknown fields are ignored: %s is one of them (said once)", field)
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with; `ApiError` 404 for a model that is not served here."""
@@ -157,6 +186,8 @@ class Front:
                 OutputText(
                     self.tokenizer,
                     request.stop_strings,
+                    include_stop=bool(request.include_stop_str_in_output),
+                    skip_special=request.skip_special_tokens is not False,
                     continuation=continuation,
                     min_tokens=submitted.sampling.min_tokens,
                 ),

@@ -38,13 +38,14 @@ class Ending(msgspec.Struct, frozen=True):
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
     """What sequence `index` says next. `tokens` joined are `text`, or empty where they have no log-probabilities. The last piece
-    of a sequence has `ending`."""
+    of a sequence has `ending`. `completion_tokens`: how many the sequence has by then, those held back included."""
 
     index: int
     text: str = ""
     tokens: tuple[Token, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     ending: Ending | None = None
+    completion_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -113,12 +114,12 @@ class SequenceRun:
         if finish is None and len(output.token_ids) == 1 and not (output.logprobs or output.prompt_logprobs):
             said = self.text.push_text(output.token_ids[0])  # nobody wants more of a token than its text
             if said is not None:
-                return Piece(self.index, said)
+                return Piece(self.index, said, completion_tokens=self.text.kept_tokens)
         ended_by_token = finish is not None and finish.stop_token_id is not None
         text, tokens = self.text.push(output.token_ids, output.logprobs, ended_by_token=ended_by_token)
         if not tokens and not output.prompt_logprobs:
             return None
-        return Piece(self.index, text, tokens, output.prompt_logprobs)
+        return Piece(self.index, text, tokens, output.prompt_logprobs, completion_tokens=self.text.kept_tokens)
 
     def _ended(self, finish: Finish) -> Piece:
         """The last piece: what was held back, and how it ended."""
@@ -156,6 +157,7 @@ class SequenceRun:
                 cached_tokens=finish.cached_tokens,
                 timeline=finish.timeline,
             ),
+            completion_tokens=0 if none else self.text.kept_tokens,
         )
 
     def _observe(self, tokens: int) -> None:

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from headrace.base.errors import InvalidInput
 from headrace.serve.protocol.chat import AssistantMessage, DeveloperMessage, Message, RefusalPart, TextPart, ToolMessage
 from headrace.serve.tools import OPEN, ToolUse, written_out
-from headrace.text.template import ChatTemplate
+from headrace.text.template import TEMPLATE_OWN, ChatTemplate
 
 
 def render(
-    template: ChatTemplate, messages: Sequence[Message], use: ToolUse | None, *, add_generation_prompt: bool = True
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    use: ToolUse | None,
+    *,
+    add_generation_prompt: bool = True,
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """The prompt's text. Tools go to a template that knows our call format, else they are written into the messages.
 
-    Raises `InvalidInput` with the template's own words for messages that it refuses. Takes a while for long
-    conversations: call it off the event loop.
+    `variables` are the request's own for the template. Raises `InvalidInput` with the template's own words for messages
+    that it refuses. Takes a while for long conversations: call it off the event loop.
     """
     plain = [_plain(message) for message in messages]
+    tools = None
     if knows_tools(template):
         tools = None if use is None else use.descriptions()
-        return template.render(plain, tools=tools, add_generation_prompt=add_generation_prompt)
-    return template.render(written_out(plain, use), add_generation_prompt=add_generation_prompt)
+    else:
+        plain = written_out(plain, use)
+    if clash := TEMPLATE_OWN & (variables or {}).keys():
+        raise InvalidInput(f"{min(clash)} cannot be set here", field="chat_template_kwargs")
+    return template.render(plain, tools=tools, add_generation_prompt=add_generation_prompt, **(variables or {}))
 
 
 def knows_tools(template: ChatTemplate) -> bool:
@@ -39,6 +49,8 @@ def _plain(message: Message) -> dict[str, Any]:
         case AssistantMessage():
             if message.content is None and message.refusal is not None:
                 plain["content"] = message.refusal
+            if message.reasoning_content is not None:
+                plain["reasoning_content"] = message.reasoning_content
             if message.tool_calls:
                 plain["tool_calls"] = [call.model_dump() for call in message.tool_calls]
         case ToolMessage():

@@ -10,7 +10,6 @@ from headrace.serve.admission import check_ids
 from headrace.serve.exchange import Answer, Call, json_response
 from headrace.serve.front import Front
 from headrace.serve.messages import render
-from headrace.serve.protocol.strict import parse
 from headrace.serve.protocol.tokens import DetokenizeRequest, TokenizeMessages, TokenizeText
 
 
@@ -22,28 +21,33 @@ class Tokenize:
 
     async def __call__(self, call: Call) -> Answer:
         front = self._front
-        request = _parse(call.body)
+        request = _parse(front, call.body)
         front.check_model(request.model)
         if isinstance(request, TokenizeText):
             text, special = request.prompt, request.add_special_tokens is not False
         else:
             prompted = request.add_generation_prompt is not False
             text = await front.threads.run(
-                render, front.template, request.messages, None, add_generation_prompt=prompted
+                render,
+                front.template,
+                request.messages,
+                None,
+                add_generation_prompt=prompted,
+                variables=request.chat_template_kwargs,
             )
             special = False
         ids = await front.threads.run(front.tokenizer.encode, text, add_special=special)
         return json_response({"count": len(ids), "max_model_len": front.engine.info.max_model_len, "tokens": ids})
 
 
-def _parse(body: bytes) -> TokenizeText | TokenizeMessages:
+def _parse(front: Front, body: bytes) -> TokenizeText | TokenizeMessages:
     try:
         content = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError):
         content = None  # what is wrong with it is told below
     if isinstance(content, dict) and content.get("messages") is not None:
-        return parse(TokenizeMessages, body)
-    return parse(TokenizeText, body)
+        return front.parse(TokenizeMessages, body)
+    return front.parse(TokenizeText, body)
 
 
 class Detokenize:
@@ -54,7 +58,7 @@ class Detokenize:
 
     async def __call__(self, call: Call) -> Answer:
         front = self._front
-        request = parse(DetokenizeRequest, call.body)
+        request = front.parse(DetokenizeRequest, call.body)
         front.check_model(request.model)
         check_ids(request.tokens, front.engine.info.vocab_size, "tokens")
         text = await front.threads.run(front.tokenizer.decode, request.tokens, skip_special=False)

@@ -94,7 +94,7 @@ class ToolUse:
 def tool_use(request: ChatRequest) -> ToolUse | None:
     """What tools the answer may use; None when there are none or `tool_choice` is none. `ApiError` 400 on a conflict."""
     if not request.tools:
-        if request.tool_choice not in (None, "none"):
+        if request.tool_choice not in (None, "none", "auto"):
             raise bad_field("tool_choice", "tool_choice needs tools.")
         if request.parallel_tool_calls is not None:
             raise bad_field("parallel_tool_calls", "parallel_tool_calls needs tools.")

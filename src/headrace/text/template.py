@@ -13,7 +13,8 @@ from headrace.text.tokenizer_folder import read_json
 if TYPE_CHECKING:
     from headrace.text.sandbox import Program
 
-_RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
+TEMPLATE_OWN = frozenset({"self", "messages", "tools", "add_generation_prompt"})
+"""Variables of a template that nobody else sets."""
 
 
 class ChatTemplate:
@@ -81,7 +82,7 @@ class ChatTemplate:
         the template refuses, with the template's own words; `UnsupportedModel` (field `chat_template`) when there is
         no template or it is broken, leaves the sandbox or goes over its bounds.
         """
-        if clash := _RESERVED & variables.keys():
+        if clash := TEMPLATE_OWN & variables.keys():
             raise InvalidInput(f"{sorted(clash)[0]} cannot be set here", field="chat_template_kwargs")
         program = self._program(self._choose(tools))
         checked = [_checked(message, index, program.takes_parts) for index, message in enumerate(messages)]

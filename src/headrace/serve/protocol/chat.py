@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from headrace.serve.protocol.sampling import MAX_LOGPROBS, JsonObject, SamplingFields
+from headrace.serve.protocol.sampling import MAX_LOGPROBS, OTHER_SERVERS, JsonObject, SamplingFields
 from headrace.serve.protocol.strict import StrictModel
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
@@ -70,7 +70,11 @@ class AssistantMessage(StrictModel):
     content: str | Annotated[list[TextPart | RefusalPart], Field(min_length=1)] | None = None
     refusal: str | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
+    tool_calls: list[ToolCall] | None = Field(None, description="An empty list is none.")
+    reasoning_content: str | None = Field(None, description="Goes to the chat template, which may show or drop it.")
+    annotations: list[JsonObject] | None = Field(None, description="Accepted without effect.")
+    audio: None = None
+    function_call: None = None
 
 
 class ToolMessage(StrictModel):
@@ -135,13 +139,15 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 class ChatRequest(SamplingFields):
     """Answer a conversation."""
 
-    UNSUPPORTED: ClassVar = {
+    UNSUPPORTED: ClassVar = OTHER_SERVERS | {
         "audio": "this model writes text",
         "modalities": "this model writes text",
         "prediction": "predicted outputs are not offered",
         "functions": "use tools",
         "function_call": "use tool_choice",
         "web_search_options": "there is no web search here",
+        "continue_final_message": "an answer begins anew; continue a text with /v1/completions",
+        "echo": "an answer does not repeat the conversation",
         "reasoning_effort": "this model has no reasoning setting",
         "verbosity": "this model has no verbosity setting",
     }
@@ -155,9 +161,12 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Needs logprobs.")
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(min_length=1, max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = Field(None, description="An empty list is none.")
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
-        None, description="Default auto with tools, none without."
+        None, description="Default auto; without tools there are no calls."
+    )
+    chat_template_kwargs: JsonObject | None = Field(
+        None, description="Variables for the chat template, such as enable_thinking."
     )
     parallel_tool_calls: bool | None = Field(
         None, description="Whether one answer may hold several calls. Default true."

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from headrace.serve.protocol.sampling import MAX_LOGPROBS, SamplingFields, TokenId
+from headrace.serve.protocol.sampling import MAX_LOGPROBS, OTHER_SERVERS, SamplingFields, TokenId
 
 PromptText = Annotated[str, Field(min_length=1)]
 PromptIds = Annotated[list[TokenId], Field(min_length=1)]
@@ -15,7 +15,9 @@ PromptIds = Annotated[list[TokenId], Field(min_length=1)]
 class CompletionRequest(SamplingFields):
     """Continue one or more prompts given as text or as token ids."""
 
-    UNSUPPORTED: ClassVar = {"suffix": "this model completes text, it does not fill a gap before a suffix"}
+    UNSUPPORTED: ClassVar = OTHER_SERVERS | {
+        "suffix": "this model completes text, it does not fill a gap before a suffix"
+    }
 
     model: str
     prompt: (

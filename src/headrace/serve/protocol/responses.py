@@ -33,6 +33,14 @@ class Usage(Shape):
     prompt_tokens_details: PromptTokensDetails
 
 
+class UsageSoFar(Shape):
+    """Tokens of a chunk's choice so far (`continuous_usage_stats`)."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
 class CompletionLogprobsShape(Shape):
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -63,7 +71,7 @@ class Completion(Shape):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None = None
+    usage: Usage | UsageSoFar | None = None
     explain: dict[str, Any] | None = None
 
 
@@ -154,7 +162,7 @@ class ChatCompletionChunk(Shape):
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | None = None
+    usage: Usage | UsageSoFar | None = None
     prompt_logprobs: PromptLogprobs | None = None
     explain: dict[str, Any] | None = None
 

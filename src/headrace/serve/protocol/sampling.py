@@ -13,6 +13,19 @@ StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 LogitBias = Annotated[float, Field(ge=-100, le=100)]
 JsonObject = dict[str, Any]
 
+OTHER_SERVERS = {
+    "guided_json": "use structured_outputs.json or response_format",
+    "guided_regex": "use structured_outputs.regex",
+    "guided_choice": "use structured_outputs.choice",
+    "guided_grammar": "use structured_outputs.grammar, in Lark",
+    "grammar": "use structured_outputs.grammar, in Lark",
+    "json_schema": "use structured_outputs.json or response_format",
+    "n_predict": "use max_tokens",
+    "repeat_penalty": "use repetition_penalty",
+    "use_beam_search": "there is no beam search here",
+}
+"""Names that other servers have for what is here, or for what is not."""
+
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
 
@@ -21,6 +34,10 @@ class StreamOptions(StrictModel):
     """Options of a streamed answer."""
 
     include_usage: bool | None = Field(None, description="End the stream with one chunk that holds the usage.")
+    continuous_usage_stats: bool | None = Field(
+        None, description="Also say in each chunk how many tokens its choice has so far; needs include_usage."
+    )
+    include_obfuscation: bool | None = Field(None, description="Accepted without effect: chunks are never padded.")
 
 
 class StructuredOutputs(StrictModel):
@@ -45,6 +62,8 @@ class SamplingFields(StrictModel):
     logit_bias: dict[str, LogitBias] | None = Field(None, description="Token id (as a string) to bias.")
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
+    include_stop_str_in_output: bool | None = Field(None, description="Keep the stop string that ends the text.")
+    skip_special_tokens: bool | None = Field(None, description="False shows special tokens as text. Default true.")
     stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(None, ge=0, lt=2**31, description="No end before so many tokens. Default 0.")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
@@ -22,8 +22,12 @@ class StrictModel(BaseModel):
 M = TypeVar("M", bound=StrictModel)
 
 
-def parse(model: type[M], body: bytes) -> M:
-    """The request in `body`; raises `ApiError` 400 naming the first field at fault."""
+def parse(model: type[M], body: bytes, passed_over: Callable[[str], None] | None = None) -> M:
+    """The request in `body`; raises `ApiError` 400 naming the first field at fault.
+
+    With `passed_over`, which is told their names, unknown fields are left out instead. Those of `UNSUPPORTED` are refused
+    all the same.
+    """
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
@@ -31,7 +35,13 @@ def parse(model: type[M], body: bytes) -> M:
     if all(_is_null_of_unsupported(model, detail) for detail in details):
         # clients send null for features they do not use; the rest of the body is fine
         fields = {k: v for k, v in json.loads(body).items() if v is not None or k not in model.UNSUPPORTED}
-        return parse(model, json.dumps(fields).encode())
+        return parse(model, json.dumps(fields).encode(), passed_over)
+    if passed_over is not None and (unknown := [d["loc"] for d in details if _is_unknown(model, d)]):
+        fields = json.loads(body)
+        for location in unknown:
+            _leave_out(fields, _unknown_parts(location))
+            passed_over(_path(_unknown_parts(location)))
+        return parse(model, json.dumps(fields).encode(), passed_over)
     raise _as_api_error(model, [d for d in details if not _is_null_of_unsupported(model, d)])
 
 
@@ -44,6 +54,22 @@ def _is_null_of_unsupported(model: type[StrictModel], detail: ErrorDetails) -> b
     )
 
 
+def _is_unknown(model: type[StrictModel], detail: ErrorDetails) -> bool:
+    location = detail["loc"]
+    return detail["type"] == "extra_forbidden" and not (len(location) == 1 and location[0] in model.UNSUPPORTED)
+
+
+def _unknown_parts(location: Sequence[str | int]) -> list[str | int]:
+    """The way to an unknown field, whose name is a client's and may look like a branch."""
+    return [*field_parts(location[:-1]), location[-1]]
+
+
+def _leave_out(fields: Any, parts: Sequence[str | int]) -> None:
+    for part in parts[:-1]:
+        fields = fields[part]
+    fields.pop(parts[-1], None)  # gone already, if two branches of a union named it
+
+
 def _as_api_error(model: type[StrictModel], details: Sequence[ErrorDetails]) -> ApiError:
     detail = _most_telling(details)
     kind, location = detail["type"], detail["loc"]
@@ -53,6 +79,7 @@ def _as_api_error(model: type[StrictModel], details: Sequence[ErrorDetails]) -> 
     if param is None:
         return bad_field(None, "The body must be a JSON object.", "invalid_json")
     if kind == "extra_forbidden":
+        param = _path(_unknown_parts(location))
         if len(location) == 1 and (reason := model.UNSUPPORTED.get(str(location[0]))):
             return bad_field(param, f"{param} is not supported: {reason}", "unsupported_parameter")
         return bad_field(param, f"Unknown field {param}.", "unknown_parameter")
@@ -100,7 +127,11 @@ def _is_branch(item: str, previous: str | int) -> bool:
 
 def field_path(location: Sequence[str | int]) -> str | None:
     """`messages[0].content` for a location, None for the body itself."""
+    return _path(field_parts(location)) or None
+
+
+def _path(parts: Sequence[str | int]) -> str:
     path = ""
-    for part in field_parts(location):
+    for part in parts:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
-    return path or None
+    return path

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from headrace.serve.protocol.chat import Message
-from headrace.serve.protocol.sampling import TokenId
+from headrace.serve.protocol.sampling import JsonObject, TokenId
 from headrace.serve.protocol.strict import StrictModel
 
 
@@ -34,6 +34,7 @@ class TokenizeMessages(StrictModel):
 
     model: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)]
+    chat_template_kwargs: JsonObject | None = Field(None, description="Variables for the chat template.")
     add_generation_prompt: bool | None = Field(None, description="Up to where an answer begins. Default true.")
 
 
