@@ -63,9 +63,9 @@ class InParts:
     def in_parts(self, columns, inner):
         return [(64, 2)]
 
-    def find(self, x, w, *, parts=False):
+    def find(self, x, w, *, parts=1):
         chosen = InParts()
-        chosen.parts = 2 if parts else 1
+        chosen.parts = min(parts, 2)
         return chosen
 
     def run(self, x, w, out, *, scale=1.0, add=False):
@@ -193,8 +193,8 @@ def test_products_are_made_once_and_the_oldest_go(monkeypatch):
         return library.find(torch.zeros(rows, 8), w, **more)
 
     assert find(80) is None  # comes in parts, which this caller cannot take
-    assert find(80, parts=True) is find(80, parts=True)
-    assert find(200, parts=True) is None
+    assert find(80, parts=2) is find(80, parts=3)
+    assert find(200, parts=2) is None
     assert find(300).parts == 1
     assert find(300) is find(300)
     assert made == [80, 300]

@@ -75,6 +75,28 @@ def test_products_that_add_to_the_residual_stream_change_nothing(tmp_path, name,
     runs.close()
 
 
+def test_queries_that_nobody_reads_are_not_projected(tmp_path, monkeypatch):
+    from headrace.engine.cuda import runner
+
+    model, folder = tiny_model(tmp_path, "llama-mha")
+    monkeypatch.setattr(runner, "LAST_TOKENS", 1)
+    runs = engine(folder, num_blocks=300, max_model_len=512)
+    of, spans = runs.executor.runner, []
+    of._graphed = False  # captured steps project all of them
+    real = of._decoder.run
+    monkeypatch.setattr(of._decoder, "run", lambda s, *a, **k: (spans.append(s.last_rows), real(s, *a, **k))[1])
+    rng = random.Random(4)
+    first, second, third = (runs.add([rng.randrange(3, VOCAB) for _ in range(n)], logprobs=VOCAB) for n in (9, 300, 70))
+    runs.step([(first, 9), (second, 150)])
+    runs.step([(first, 1), (second, 150), (third, 70)])
+    runs.step([(first, 1), (second, 1), (third, 1)])
+    assert spans[:2] == [[(0, 9)], [(0, 1), (1 + 128, 151), (151, 221)]]  # tiles of 128
+    for sequence in (first, second, third):
+        wanted = reference(model, sequence.tokens).numpy()
+        assert np.abs(dense(sequence.logprobs) - wanted[len(sequence.prompt) - 1 : -1]).max() < TOLERANCE
+    runs.close()
+
+
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("cuda"), "qwen2")

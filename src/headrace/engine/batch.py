@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from headrace.control.node import encode
 from headrace.control.step import BlockAppend, Chunk, SlotInit
 from headrace.spec.cache import CacheLayout
 
@@ -145,7 +146,9 @@ class Histories:
 class Slots:
     """Token ids [slots, max_model_len + 1], lengths, and block tables [groups, slots, blocks] of every sequence."""
 
-    def __init__(self, layout: CacheLayout, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(self, layout: CacheLayout, max_num_seqs: int, max_model_len: int, *, tails: bool = True) -> None:
+        """`tails`: whether `Batch.tail_slots` will be asked for; an executor that never reads past a sequence's end need not."""
+        self._tails = tails
         self.block_tokens = layout.block_tokens
         blocks = -(-(max_model_len + 1) // layout.block_tokens)
         self.tokens = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
@@ -164,7 +167,7 @@ class Slots:
 
     def init(self, init: SlotInit) -> None:
         count = len(init.token_ids)
-        self.tokens[init.slot, :count] = init.token_ids
+        self.tokens[init.slot, :count] = _array(init.token_ids)
         self.lengths[init.slot] = count
         self.prompt_lengths[init.slot] = init.prompt_length
         self.tables[:, init.slot] = -1
@@ -172,11 +175,8 @@ class Slots:
     def append(self, append: BlockAppend) -> None:
         last = append.first + len(append.block_ids)
         self.tables[append.group, append.slot, append.first : last] = append.block_ids
-        self._replaced.update((append.group, append.slot, i) for i in range(append.first, last))
-
-    def forget_replaced(self) -> None:
-        """For an executor that never reads past a sequence's end and so needs no `tail_slots`."""
-        self._replaced.clear()
+        if self._tails:
+            self._replaced.update((append.group, append.slot, i) for i in range(append.first, last))
 
     def place(self, slot: int, tokens: Sequence[int]) -> None:
         """Append tokens to a sequence."""
@@ -217,10 +217,18 @@ def sampling_rows(batch: Batch, chunks: Sequence[Chunk]) -> tuple[Ints, Ints]:
     return np.array(rows, np.int64), np.array(owners, np.int64)
 
 
+def _array(token_ids: Sequence[int]) -> npt.NDArray[np.uint32]:
+    """Much faster than numpy's own ways of taking a tuple; OverflowError for an id outside [0, 2^32)."""
+    return np.frombuffer(encode(token_ids), np.uint32)
+
+
 def checked_init(init: SlotInit, vocab_size: int) -> str | None:
     """Why a sequence cannot be computed, or None: a last line of defence, admission has checked already."""
-    ids = np.fromiter(init.token_ids, np.int64, len(init.token_ids))
-    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
+    try:
+        outside = _array(init.token_ids).max(initial=0) >= vocab_size
+    except OverflowError:
+        outside = True
+    if outside:
         return f"token ids must be between 0 and {vocab_size - 1}"
     special = [*init.sampling.logit_bias, *init.sampling.stop_token_ids, *init.sampling.eos_token_ids]
     if any(not 0 <= i < vocab_size for i in special):

@@ -74,7 +74,8 @@ class DeviceStep:
     cached keys of chunk i are gathered from row `offsets[i]` on, `gathered` [1] rows in all (None: there are none). `counts` [2]:
     how many of the tiles count and the parts their cached keys are cut into, where a captured step serves many. `keep_all`: the
     last hidden states of all rows are wanted in `x`; else the last layer goes on with the picked rows only after its attention,
-    which then needs no other tiles than `last_tiles`. `planned`: attention of another package, which needs none of the above.
+    which then needs no other tiles than `last_tiles` and, where `last_rows` names spans of rows, no other queries. `planned`:
+    attention of another package, which needs none of the above.
     """
 
     ids: torch.Tensor
@@ -89,6 +90,7 @@ class DeviceStep:
     picked: torch.Tensor | None = None
     keep_all: bool = False
     last_tiles: torch.Tensor | None = None
+    last_rows: list[tuple[int, int]] | None = None
     offsets: torch.Tensor | None = None
     gathered: torch.Tensor | None = None
     counts: torch.Tensor | None = None
@@ -222,7 +224,11 @@ class Decoder:
         """Rows times parts of products that come in parts, at most."""
         weights = [w for layer in self._weights.layers for w in (layer.out, layer.down) if isinstance(w, torch.Tensor)]
         return max(
-            (rows * parts for shape in {w.shape for w in weights} for rows, parts in self.library.in_parts(*shape)),
+            (
+                min(rows, self.tokens) * parts
+                for shape in {w.shape for w in weights}
+                for rows, parts in self.library.in_parts(*shape)
+            ),
             default=0,
         )
 
@@ -379,7 +385,7 @@ class Decoder:
     def _summand(self, x: torch.Tensor, w: Matrix, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
         """x w' for `add_norm`: in `out`, or in parts where the product is faster that way."""
         if isinstance(w, torch.Tensor) and bias is None:
-            chosen = self.library.find(x, w, parts=True)
+            chosen = self.library.find(x, w, parts=len(self._parts_of_sums) // len(x))
             if chosen is not None and chosen.parts > 1:
                 parts = self._parts_of_sums[: chosen.parts * len(x)].view(chosen.parts, *out.shape)
                 chosen.run(x, w, parts)
@@ -476,7 +482,14 @@ class Decoder:
         qkv = self._cut(0, rows, self._qkv_width(a))
         attended = self._cut(qkv.numel(), rows, a.num_heads * a.head_dim)
         add_norm(x, pending, w.attn_norm, h, self._eps, post_weight=post, scale=scale, bad=bad_rows, pdl=self._pdl)
-        self._linear(h, w.qkv, w.qkv_bias, qkv)
+        if step.last_rows is None or w.qkv_bias is not None or not isinstance(w.qkv, torch.Tensor):
+            self._linear(h, w.qkv, w.qkv_bias, qkv)
+        else:
+            # Other queries stay what the buffer held: they are rotated like these, but nobody reads them.
+            queries = a.num_heads * a.head_dim
+            torch.mm(h, w.qkv[queries:].t(), out=qkv[:, queries:])
+            for begin, end in step.last_rows:
+                torch.mm(h[begin:end], w.qkv[:queries].t(), out=qkv[begin:end, :queries])
         last = step if step.last_tiles is None else replace(step, tiles=step.last_tiles)
         self._attend(i, a, w, qkv, attended, last, pdl=self._pdl)
         picked, chosen = self.picked_x[:count], self._cut(0, count, a.num_heads * a.head_dim)

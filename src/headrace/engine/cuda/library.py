@@ -168,7 +168,8 @@ class Library:
         self._handle = c_void_p()
         self.version = 0
         self.why_not = self._open(dtype, device)
-        self._work = torch.empty(WORKSPACE_BYTES if self.version else 0, dtype=torch.uint8, device=device)
+        self._device = device
+        self._work: torch.Tensor | None = None
 
     def _open(self, dtype: torch.dtype, device: torch.device) -> str | None:
         if device.type != "cuda":
@@ -190,7 +191,7 @@ class Library:
 
     @property
     def nbytes(self) -> int:
-        return self._work.nbytes
+        return 0 if self._work is None else self._work.nbytes
 
     def note(self) -> str:
         """For the notes of the start."""
@@ -202,8 +203,8 @@ class Library:
         """(rows at most, parts) of the products that `find` gives in parts."""
         return [] if self.why_not is not None else self._table.in_parts(columns, inner)
 
-    def find(self, x: torch.Tensor, w: torch.Tensor, *, parts: bool = False) -> LibraryProduct | CutProduct | None:
-        """The product of x and w if an algorithm is named for it that works; `parts`: whether it may come in parts."""
+    def find(self, x: torch.Tensor, w: torch.Tensor, *, parts: int = 1) -> LibraryProduct | CutProduct | None:
+        """The product of x and w if an algorithm is named for it that works and leaves at most `parts` parts."""
         if self.why_not is not None:
             return None
         rows, (columns, inner) = len(x), w.shape
@@ -216,7 +217,7 @@ class Library:
             if len(self._made) > _KEPT and (old := self._made.pop(next(iter(self._made)))) is not None:
                 old.close()
         found = self._made[key]
-        if found is None or (found.parts > 1 and not parts) or not (x.is_contiguous() and w.is_contiguous()):
+        if found is None or found.parts > parts or not (x.is_contiguous() and w.is_contiguous()):
             return None
         return found
 
@@ -240,6 +241,8 @@ class Library:
         """A product without an algorithm yet (`LibraryProduct.take`)."""
         assert inner % parts == 0
         assert self._kind is not None
+        if self._work is None:
+            self._work = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
         return LibraryProduct(
             self._library, self._handle, self._work, rows, columns, inner, parts, stride or columns, self._kind
         )

@@ -42,6 +42,9 @@ DEEP_TOKENS = (256, 512)
 """Of these, captured a second time for chunks over long contexts, with the warp-specialized kernel."""
 DEEP_START = 1024
 """Cached keys of a chunk from which on it pays to gather them for that kernel."""
+LAST_TOKENS, LAST_SPANS = 2048, 4
+"""From so many prompt tokens on, and with at most so many spans of rows whose queries count in the last layer, only those are
+projected there; each span is a product of its own."""
 SORTED_ROWS = 32
 """From so many rows on, the longest contexts go first: attention that starts last should end soon."""
 COMPILE_THREADS = 12
@@ -121,7 +124,7 @@ class Runner:
         self._watch = watch
         self._vocab = vocab_size
         self._block_tokens = layout.block_tokens
-        self._slots = Slots(layout, limits.max_num_seqs, limits.max_model_len)
+        self._slots = Slots(layout, limits.max_num_seqs, limits.max_model_len, tails=False)
         self._known = np.zeros(limits.max_num_seqs, np.int64)
         self._generation = np.zeros(limits.max_num_seqs, np.int64)
         self._sampling = SamplingState(limits.max_num_seqs)
@@ -422,7 +425,6 @@ class Runner:
             self._slots.append(append)
             base = (append.group * self._seqs + append.slot) * blocks + append.first
             appended.append(np.arange(base, base + len(append.block_ids)))
-        self._slots.forget_replaced()
         return appended
 
     def _change_arrays(self, plan: StepPlan, appended: list[np.ndarray]) -> dict[str, np.ndarray]:
@@ -543,16 +545,15 @@ class Runner:
             ]
         )
         tiles = tiles[np.argsort(-(starts[tiles[:, 0]] + tiles[:, 1]), kind="stable")]
-        owner = np.repeat(np.arange(len(longer)), lengths)
-        long_positions = np.arange(tokens) - (firsts - base)[owner] + starts[owner]
-        long_ids = np.where(
-            long_positions < self._known[long_slots[owner]], self._slots.tokens[long_slots[owner], long_positions], -1
-        )
-
-        def rows_of(decode: np.ndarray, prompt: np.ndarray, blank: int) -> np.ndarray:
-            out = np.full(base + room, blank, np.int32)
-            out[:n], out[base : base + tokens] = decode, prompt
-            return out
+        row_ids, row_positions = np.zeros((2, base + room), np.int32)
+        row_slots = np.full(base + room, -1, np.int32)
+        row_ids[:n], row_slots[:n], row_positions[:n] = ids, slots, positions
+        for chunk, first in zip(longer, firsts.tolist(), strict=True):
+            rows, end = slice(first, first + chunk.length), chunk.start + chunk.length
+            row_ids[rows] = self._slots.tokens[chunk.slot, chunk.start : end]
+            if (unknown := end - int(self._known[chunk.slot])) > 0:
+                row_ids[max(first, rows.stop - unknown) : rows.stop] = -1
+            row_slots[rows], row_positions[rows] = chunk.slot, np.arange(chunk.start, end)
 
         sampled = list(enumerate(single))
         sampled += [(int(f) + c.length - 1, c) for f, c in zip(firsts, longer, strict=True) if c.sample]
@@ -560,15 +561,12 @@ class Runner:
         first_of = {id(c): i for i, c in enumerate(single)}
         first_of |= {id(c): int(f) for f, c in zip(firsts, longer, strict=True)}
         step.rows = [self._row(c, at.get(id(c), -1), first_of[id(c)]) for c in plan.chunks]
-        row_slots = np.fromiter((c.slot for _, c in sampled), np.int64, len(sampled))
+        sampled_slots = np.fromiter((c.slot for _, c in sampled), np.int64, len(sampled))
         picked = [i for i, _ in sampled]
         sample = [c.slot if c.sample else -1 for _, c in sampled]
         chunks = np.stack([long_slots, starts, lengths, firsts], 1)
-        arrays = {
-            "ids": rows_of(ids, long_ids, 0),
-            "slots": rows_of(slots, long_slots[owner], -1),
-            "positions": rows_of(positions, long_positions, 0),
-        }
+        arrays = {"ids": row_ids, "slots": row_slots, "positions": row_positions}
+        last_rows = None
         if size:
             parts = self._decoder.parts(len(tiles), int(starts.min())) if deep else 1
             counts = [len(tiles), parts] if deep else None
@@ -580,12 +578,16 @@ class Runner:
             ends = [(i, (c.length - 1) // tile_rows * tile_rows) for i, c in enumerate(longer) if c.sample]
             if ends:
                 arrays["last_tiles"] = np.array(ends, np.int32)
+            spans = [(0, n)] if n else []
+            spans += [(int(firsts[i]) + m, int(firsts[i]) + min(m + tile_rows, longer[i].length)) for i, m in ends]
+            if len(spans) <= LAST_SPANS and tokens >= LAST_TOKENS and self._planner is None:
+                last_rows = spans
             if sampled:
                 # In a size of decode steps: the library's kernels for it are loaded, which otherwise waits for the device.
                 count = int(self._sizes[np.searchsorted(self._sizes, len(sampled))])
                 arrays |= {"picked": np.zeros(count, np.int32), "sample": np.full(count, -1, np.int32)}
                 arrays["picked"][: len(picked)], arrays["sample"][: len(sample)] = picked, sample
-        wanted = self._plan_sampling(step, row_slots, [c.sample for _, c in sampled], arrays)
+        wanted = self._plan_sampling(step, sampled_slots, [c.sample for _, c in sampled], arrays)
         arrays |= self._change_arrays(plan, appended)
         meta = self.metadata.send(arrays)
         self._changes(meta)
@@ -595,7 +597,7 @@ class Runner:
             device_step = DeviceStep(
                 meta["ids"], meta["slots"], meta["positions"], n, meta["chunks"].view(-1, 4),
                 meta["tiles"].view(-1, 2), tile_rows, picked=meta["picked"] if sampled else None,
-                keep_all=keep_all, last_tiles=meta["last_tiles"].view(-1, 2) if ends else None,
+                keep_all=keep_all, last_tiles=meta["last_tiles"].view(-1, 2) if ends else None, last_rows=last_rows,
                 offsets=meta["offsets"] if hopper else None,
                 gathered=meta["gathered"] if hopper and starts.any() else None,
                 planned=self._planner
