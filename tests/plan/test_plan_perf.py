@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.base.errors import InvalidInput
-from headrace.plan.closed_loop import closed_loop
+from headrace.plan.closed_loop import closed_loop, gathering
 from headrace.plan.costs.roofline import efficiency, step_seconds
 from headrace.plan.costs.work import rank_model, step_work
 from headrace.plan.deployment import Inputs, resolve
@@ -292,6 +292,28 @@ def test_the_change_that_is_named_makes_it_pass(model, use, gpus):
         assert slo.met(p.ttft_ms.value, p.tpot_ms.value), r
 
 
+@pytest.mark.parametrize(
+    ("model", "isl", "osl", "slo", "users", "asked"),
+    [
+        ("qwen3-30b-a3b", 4000, 96, Slo(), 400, {"gpus": ("a100-sxm-40",), "weights": ("int4",), "kv": ("fp8",)}),
+        ("deepseek-v2-lite", 256, 64, Slo(4000, 100), 600, {"gpus": ("a40-48", "rtx-4090-24")}),
+    ],
+)
+def test_a_named_change_passes_where_it_is_asked_for(model, isl, osl, slo, users, asked):
+    """With attention replicas, whose sequence limits add up: what a change makes of them is raised like that of a candidate."""
+    need = Need(
+        model=model, isl=isl, osl=osl, slo=slo, min_users=users, counts=(2,), pp=(1,), dp=(2,), engine="vllm", **asked
+    )
+    rejected = rank(need).rejected
+    assert rejected
+    for r in rejected:
+        assert not r.change.startswith("needs"), r
+        inputs, relaxed = after(need, r)
+        there = {"counts": (inputs.n_gpus,), "dp": (inputs.dp,), "weights": (inputs.weights,), "kv": (inputs.kv,)}
+        again = rank(msgspec.structs.replace(need, slo=relaxed, gpus=(r.gpu,), **there))
+        assert (inputs.tp, inputs.ep) in {(c.tp, c.ep) for c in again.candidates}, r
+
+
 def test_nothing_can_meet_the_impossible():
     need = Need(model="llama-3.1-70b", isl=1024, osl=128, slo=Slo(1, 0.1), gpus=("h100-sxm-80",), counts=(4,))
     found = rank(need)
@@ -393,6 +415,65 @@ def test_balancing_attention_replicas_delays_the_first_token_only():
     assert held.tpot_s == free.tpot_s
     assert any("held back" in note for note in perf(run).notes)
     assert traffic(resolve(msgspec.structs.replace(run, engine="sglang"))).loop.held_steps == 0.0
+
+
+def test_prompts_that_gather_wait_for_their_batch():
+    """Counted one by one: prompts kept back until there are enough or the first has waited long enough."""
+
+    def waited(per_step, steps, prompts):
+        every = 1 / per_step
+        gathered = [0.0]
+        while len(gathered) < prompts and gathered[-1] + every <= steps:
+            gathered.append(gathered[-1] + every)
+        ends = gathered[-1] if len(gathered) == prompts else steps
+        return sum(ends - at for at in gathered) / len(gathered), len(gathered) - 1
+
+    loop = traffic(resolve(Inputs(model="llama-3.1-8b", gpu="h100-sxm-80", isl=512, osl=512, concurrency=64))).loop
+    assert gathering(loop, 0.1) == (0.0, 0.0)
+    for per_step, steps, prompts in ((0.1, 20.0, 2.0), (0.01, 20.0, 2.0), (0.5, 20.0, 40.0), (1.0, 8.0, 3.0)):
+        kept, others = gathering(replace(loop, batch_wait_steps=steps, batch_wait_prompts=prompts), per_step)
+        exact, more = waited(per_step, steps, prompts)
+        assert kept == pytest.approx(exact, rel=0.1, abs=0.6)
+        assert others == pytest.approx(more, abs=1.0)
+    assert gathering(replace(loop, poll_steps=31.0), 0.1) == pytest.approx((15.0, 3.0))
+
+
+@pytest.mark.parametrize(
+    ("engine", "setting"),
+    [("tensorrt-llm", {"batch_wait_steps": 20, "batch_wait_share": 0.9}), ("sglang", {"poll_steps": 30})],
+)
+def test_gathering_delays_first_tokens_and_conserves_time(engine, setting):
+    asked = Inputs(
+        model="llama-3.1-70b", gpu="h200-sxm-141", n_gpus=4, engine=engine, isl=1024, osl=1024, concurrency=32
+    )
+    e = efficiency({}, engine, "hopper", "bf16")
+    plain, kept = (
+        closed_loop(traffic(resolve(msgspec.structs.replace(asked, **s))).loop, t.peaks, e)
+        for s, t in (({}, traffic(resolve(asked))), (setting, traffic(resolve(asked))))
+    )
+    assert kept.ttft_s > plain.ttft_s + 5 * plain.decode_s
+    assert kept.tpot_s <= plain.tpot_s
+    # The cycle grows by no more than the steps that a prompt is kept back.
+    loop = traffic(resolve(msgspec.structs.replace(asked, **setting))).loop
+    steps, _ = gathering(loop, 32 / 1024)
+    assert kept.cycle_s - plain.cycle_s == pytest.approx(steps * plain.decode_s, rel=1e-2)
+    for other in {"vllm", "sglang", "tensorrt-llm"} - {engine}:
+        with pytest.raises(InvalidInput, match="a choice of"):
+            perf(msgspec.structs.replace(asked, engine=other, **setting))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"batch_wait_steps": 20},
+        {"batch_wait_share": 0.5},
+        {"batch_wait_steps": -1},
+        {"poll_steps": 0, "engine": "sglang"},
+    ],
+)
+def test_half_told_waits_are_refused(setting):
+    with pytest.raises(InvalidInput):
+        perf(Inputs(model="llama-3.1-8b", gpu="h100-sxm-80", **({"engine": "tensorrt-llm"} | setting)))
 
 
 def test_equal_requests_march_in_step_where_prompts_go_first():

@@ -316,30 +316,61 @@ def test_cells_as_people_write_them_and_one_that_cannot_be_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("version", "isl", "osl", "extra", "marches"),
+    ("model", "version", "isl", "osl", "extra", "marches"),
     [
-        ("0.5.1.post1", 2048, 128, "", True),
-        ("v0.5.2", 1000, 100, "", True),
-        ("0.5.1.post1", 2048, 128, "enable_mixed_chunk", False),
-        ("0.5.6.post2", 2048, 128, "", False),
-        ("nightly-dev", 2048, 128, "", False),
-        ("0.5.1", 1024, 8192, "", False),
+        ("qwen3-32b", "0.5.1.post1", 2048, 128, "", True),
+        ("qwen3-32b", "v0.5.2", 1000, 100, "", True),
+        ("qwen3-32b", "0.5.1.post1", 2048, 128, "enable_mixed_chunk", False),
+        ("qwen3-32b", "0.5.6.post2", 2048, 128, "", False),
+        ("qwen3-32b", "nightly-dev", 2048, 128, "", False),
+        ("qwen3-32b", "0.5.1", 1024, 8192, "", True),
+        ("llama-3.1-70b", "0.5.1", 1024, 8192, "", False),
     ],
 )
-def test_campaigns_say_whether_requests_march_in_step(tmp_path, version, isl, osl, extra, marches):
+def test_campaigns_say_whether_requests_march_in_step(tmp_path, model, version, isl, osl, extra, marches):
+    """By how aiconfigurator's launch templates of these versions start SGLang; InferenceX draws lengths, of the models that it runs."""
     from headrace.plan.workload import traffic
 
     path = tmp_path / "points.csv"
     path.write_text(
         "kind,model,gpu,tp,n_gpus,engine,engine_version,isl,osl,concurrency,extra_input\n"
-        f"perf,qwen3-32b,h100_sxm,2,2,sglang,{version},{isl},{osl},16,{extra}\n"
+        f"perf,{model},h100_sxm,2,2,sglang,{version},{isl},{osl},16,{extra}\n"
     )
     (point,) = read_points(path)
     assert traffic(resolve(point.inputs)).loop.marching == marches
 
 
+@pytest.mark.parametrize(
+    ("row", "settings"),
+    [
+        ("llama-3.1-70b,h200_sxm,4,trtllm,,fp8,1024,1024,32", {"batch_wait_steps": 20, "batch_wait_share": 0.9}),
+        ("llama-3.1-70b,h200_sxm,8,trtllm,,fp8,1024,1024,32", {}),
+        ("llama-3.1-70b,h200_sxm,4,trtllm,,fp8,1024,8192,32", {}),
+        ("llama-3.1-70b,h200_sxm,4,vllm,,fp8,1024,1024,32", {}),
+        ("deepseek-r1,b200_sxm,8,sglang,0.5.9,fp8,8192,1024,16", {"poll_steps": 30}),
+        ("deepseek-r1,b200_sxm,8,sglang,0.5.9,fp8,8192,1024,4", {"poll_steps": 10}),
+        ("deepseek-r1,h200_sxm,8,sglang,0.5.9,fp8,8192,1024,16", {}),
+        ("deepseek-r1,b200_sxm,8,sglang,0.5.9,fp8,4000,1000,16", {}),
+        ("qwen3.5-397b-a17b,b300_sxm,8,sglang,0.5.9,fp8,1024,1024,64", {"poll_steps": 10}),
+        ("llama-3.1-70b,h200_sxm,4,trtllm,,fp8,1024,1024,", {}),
+    ],
+)
+def test_rows_are_asked_as_their_campaign_launches_them(tmp_path, row, settings):
+    """By InferenceX's own scripts, in which a concurrency is that of one server; a queue that never empties is no run of theirs."""
+    path = tmp_path / "points.csv"
+    path.write_text("kind,model,gpu,tp,engine,engine_version,weight_dtype,isl,osl,concurrency\n" + f"perf,{row}\n")
+    (point,) = read_points(path)
+    plain = {"batch_wait_steps": 0, "batch_wait_share": 0.0, "poll_steps": 1}
+    assert {name: getattr(point.inputs, name) for name in plain} == plain | settings
+    theirs = point.inputs.concurrency is not None and point.inputs.isl in (1024, 8192)
+    assert point.inputs.concurrency_scope == ("server" if theirs else "unstated")
+    assert key_of(resolve(point.inputs)) != key_of(
+        resolve(msgspec.structs.replace(point.inputs, concurrency_scope="instance"))
+    )
+
+
 def test_the_runs_bear_out_which_versions_march(points):
-    """The line between versions is drawn by two of them; each is further from its runs on the other side."""
+    """The launch templates draw the line between versions; runs of two of them are each further away on the other side."""
     calibration = shipped()
     errors = {}
     for p in points:

@@ -98,6 +98,17 @@ def perf(
     mixed_chunk: Annotated[
         bool, typer.Option("--mixed-chunk", help="sglang: it decodes in steps that prefill (its --enable-mixed-chunk)")
     ] = False,
+    batch_wait_steps: Annotated[
+        int,
+        typer.Option(help="tensorrt-llm: decode steps that a prompt waits for others (its batch_wait_timeout_iters)"),
+    ] = 0,
+    batch_wait_share: Annotated[
+        float,
+        typer.Option(help="tensorrt-llm: or until they fill this share of a step (its batch_wait_max_tokens_ratio)"),
+    ] = 0.0,
+    poll_steps: Annotated[
+        int, typer.Option(help="sglang: decode steps between looks for new requests (its --scheduler-recv-interval)")
+    ] = 1,
     price: PRICE = None,
     sensitivity: Annotated[
         bool, typer.Option("--sensitivity", help="also say what moves the price of a token")
@@ -117,6 +128,9 @@ def perf(
         prefix_hit_rate=prefix_hit_rate,
         equal_lengths=equal_lengths,
         mixed_chunk=mixed_chunk,
+        batch_wait_steps=batch_wait_steps,
+        batch_wait_share=batch_wait_share,
+        poll_steps=poll_steps,
         gpu_price_usd_h=price,
     )
     found = plan_perf(inputs)

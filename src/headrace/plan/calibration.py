@@ -12,6 +12,7 @@ import msgspec
 from headrace.base.files import write_atomic
 from headrace.plan.deployment import Deployment
 from headrace.plan.neighbours import Run
+from headrace.spec.engine_facts import plain_version
 
 METRICS = ("ttft", "tpot", "throughput")
 EFFECTS = (*METRICS, "wave")
@@ -95,7 +96,7 @@ def group_names(family: str, d: Deployment) -> tuple[str, ...]:
 
     The last two have no family in them: what one family's runs say about another one's on the same build or card.
     """
-    version = d.inputs.engine_version.strip().lower().removeprefix("v")
+    version = plain_version(d.inputs.engine_version)
     campaign = f"{family}|{d.engine}|{d.gpu.id}|{version}"
     # On a CPU the same engine is another program: what it deviates by on GPUs says nothing there.
     build = f"{d.engine}|{version}" if d.gpu.generation != "cpu" else f"{d.engine} on CPUs|{version}"
@@ -116,7 +117,7 @@ def key_of(d: Deployment) -> str:
     leaves out. A question of one's own (`concurrency_scope` "instance") is no published run.
     """
     i = d.inputs
-    version = i.engine_version.strip().lower().removeprefix("v")
+    version = plain_version(i.engine_version)
     layout = (i.n_gpus, d.layout.tp, d.layout.pp, d.layout.dp, d.layout.ep)
     load = (i.isl, i.osl, i.concurrency, i.concurrency_scope, i.draft_tokens)
     run = (d.model.id, d.gpu.id, d.engine, version, *layout, d.weights, *load)

@@ -11,6 +11,10 @@ equal to the share of time that prefilling takes, and then `wave` x others ** `s
 Requests of equal length that an engine prefills before it decodes (`marching`) never part: all end together, and in every round
 each waits for half of the others (a step's prompts end together). Their time per token keeps the former share, with which time is
 no longer conserved: sharing it out anew made the errors of time per token larger, those of steps being larger still.
+
+An engine may keep prompts back to prefill several at once: until others have come or some steps have passed
+(`batch_wait_steps`), or because it looks for new ones only every so many steps (`poll_steps`). A prompt then waits these steps
+(`gathering`) and for those that come with it.
 """
 
 from __future__ import annotations
@@ -32,7 +36,8 @@ class Loop:
     step, or of those steps, shared by `prompts` prompts. `osl` counts the first token too. `replicas_in_step`: attention
     replicas, which prefill side by side. `tokens_per_step`: above 1 with speculation. `held_steps`: decode steps for which
     the scheduler keeps a new prompt back. `marching`: 1 where requests of equal length end together, round after round, because the
-    engine prefills all prompts before it decodes; else 0.
+    engine prefills all prompts before it decodes; else 0. `batch_wait_steps`: decode steps that a prompt is kept back for others, until
+    `batch_wait_prompts` are there; `poll_steps`: decode steps between looks for new prompts.
     """
 
     decode: Work
@@ -46,6 +51,9 @@ class Loop:
     tokens_per_step: Number = 1.0
     held_steps: Number = 0.0
     marching: Number = 0.0
+    batch_wait_steps: Number = 0.0
+    batch_wait_prompts: Number = 1.0
+    poll_steps: Number = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +70,24 @@ class Times:
     marched_s: Number = 0.0
 
 
+def _least(a: Number, b: Number) -> Number:
+    return (a + b - abs(a - b)) / 2.0
+
+
+def gathering(loop: Loop, per_step: Number) -> tuple[Number, Number]:
+    """Decode steps that a prompt is kept back on average, and how many others gather with it, when `per_step` prompts arrive in a step.
+
+    The first waits until all have come, the last of them for nothing, or until its time is up; those between wait for what is left. Looks
+    at fixed steps find a prompt half way between two of them.
+    """
+    full = (loop.batch_wait_prompts - 1.0) / per_step
+    first = _least(full, loop.batch_wait_steps)
+    timed_out = full >= loop.batch_wait_steps
+    poll = loop.poll_steps - 1.0
+    kept = first / 2.0 * (1.0 + timed_out / (1.0 + per_step * first))
+    return kept + poll / 2.0, per_step * (first + poll)
+
+
 def closed_loop(loop: Loop, p: Peaks, e: Efficiency) -> Times:
     """Mean times of the loop."""
     decode = step_seconds(loop.decode, p, e)
@@ -72,12 +98,14 @@ def closed_loop(loop: Loop, p: Peaks, e: Efficiency) -> Times:
     prefilling = (others + 1.0) * prompt
     busy = prefilling / (prefilling + decode * loop.osl / loop.tokens_per_step)
     ahead = others / (2.0 * ROUNDS) + busy * e.wave * (others + 1e-9) ** e.spread
-    ahead = ahead * (ahead < others) + others * (ahead >= others)
+    kept, together = gathering(loop, (others + 1.0) * loop.tokens_per_step / loop.osl)
+    # Those that gathered are prefilled in one step as far as it holds them, one after another beyond that.
+    ahead = _least(ahead + (together + _least(together, loop.prompts - 1.0)) / 2.0, others)
     gaps = loop.osl - 1.0 + (loop.osl <= 1.0)
     decoding = decode * gaps / loop.tokens_per_step
     held = (others - ahead) * prompt * loop.osl / (loop.osl + 1.0)
     tpot = (decoding + held) / gaps
-    first = e.prompt_s + alone + prompt * ahead + (0.5 + loop.held_steps) * decode
+    first = e.prompt_s + alone + prompt * ahead + (0.5 + loop.held_steps + kept) * decode
     cycle = first + tpot * gaps
     half = (others + loop.prompts - 1.0) / 2.0
     half = half * (half < others) + others * (half >= others)

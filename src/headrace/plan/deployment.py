@@ -32,9 +32,13 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
     Predictions take this and only this, so they cannot read a measured answer. `weights`/`kv`: precisions, "auto" for
     the checkpoint's and the engine's default. `memory_fraction`, `max_*`: None means the engine's own default.
     `concurrency`: requests in flight in a closed loop; None means as many as fit (an offline queue). Published runs often
-    do not say whether it is per instance ("unstated"): then more than twice what one instance holds counts as spread.
+    do not say whether it is per instance ("unstated"): then more than twice what one instance holds counts as spread. "server": a
+    published run whose campaign measures one instance.
     `equal_lengths`: all prompts and all answers are equally long, as load generators send them that are told no spread.
     `mixed_chunk`: the engine decodes in steps that prefill, where that is a choice (SGLang, off by default).
+    `batch_wait_steps`/`batch_wait_share`: a prompt waits so many decode steps for others, until together they are this share
+    of a step's token budget (TensorRT-LLM's `batch_wait_timeout_iters` and `batch_wait_max_tokens_ratio`, none by default).
+    `poll_steps`: decode steps between looks for new requests (SGLang's `--scheduler-recv-interval`, 1 by default).
     """
 
     model: str
@@ -62,9 +66,12 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
     chunked_prefill: bool = True
     prefix_hit_rate: float = 0.0
     gpu_price_usd_h: float | None = None
-    concurrency_scope: Literal["instance", "unstated"] = "instance"
+    concurrency_scope: Literal["instance", "server", "unstated"] = "instance"
     equal_lengths: bool = False
     mixed_chunk: bool = False
+    batch_wait_steps: int = 0
+    batch_wait_share: float = 0.0
+    poll_steps: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +212,32 @@ def _check(inputs: Inputs) -> None:
         raise InvalidInput(
             f"mixed chunks are a choice of sglang's; {inputs.engine} has none",
             field="mixed_chunk",
+            remedy="leave it out",
+        )
+    if inputs.batch_wait_steps < 0 or not 0 <= inputs.batch_wait_share <= 1:
+        raise InvalidInput(
+            "batch_wait_steps must not be negative and batch_wait_share must be from 0 to 1, got "
+            f"{inputs.batch_wait_steps} and {inputs.batch_wait_share}",
+            field="batch_wait_steps",
+        )
+    if inputs.batch_wait_steps and engine_facts.find(inputs.engine).id != "tensorrt-llm":
+        raise InvalidInput(
+            f"waiting for a batch is a choice of tensorrt-llm's; {inputs.engine} has none",
+            field="batch_wait_steps",
+            remedy="leave it out",
+        )
+    if bool(inputs.batch_wait_steps) != bool(inputs.batch_wait_share):
+        raise InvalidInput(
+            "batch_wait_steps and batch_wait_share belong together: how long, and for how much",
+            field="batch_wait_share",
+            remedy="give both or neither",
+        )
+    if inputs.poll_steps < 1:
+        raise InvalidInput(f"poll_steps must be at least 1, got {inputs.poll_steps}", field="poll_steps")
+    if inputs.poll_steps > 1 and engine_facts.find(inputs.engine).id != "sglang":
+        raise InvalidInput(
+            f"looking for requests every so many steps is a choice of sglang's; {inputs.engine} has none",
+            field="poll_steps",
             remedy="leave it out",
         )
     if not 0 <= inputs.acceptance < 1:

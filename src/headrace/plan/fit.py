@@ -80,9 +80,7 @@ class RankMemory:
     caches: tuple[LayerCache, ...]
 
 
-@lru_cache(maxsize=512)
 def _weight_parts(
-    model_id: str,
     spec: ModelSpec,
     layout: Layout,
     weights: str,
@@ -99,7 +97,7 @@ def _weight_parts(
 
 
 @lru_cache(maxsize=512)
-def _caches(model_id: str, spec: ModelSpec, layout: Layout, kv: str, draft: bool) -> tuple[LayerCache, ...]:
+def _caches(spec: ModelSpec, layout: Layout, kv: str, draft: bool) -> tuple[LayerCache, ...]:
     rank = rank_spec(spec, layout)
     if draft and rank.mtp_layers:
         # A multi-token-prediction layer caches its own keys and values.
@@ -128,7 +126,6 @@ def rank_memory(d: Deployment) -> RankMemory:
     rank = rank_spec(spec, d.layout)
     parts = list(
         _weight_parts(
-            d.model.id,
             spec,
             d.layout,
             d.weights,
@@ -183,7 +180,7 @@ def rank_memory(d: Deployment) -> RankMemory:
         case "context":
             pool = budget - weights - activation - outside - communication
     pool -= staging
-    caches = _caches(d.model.id, spec, d.layout, d.kv, draft)
+    caches = _caches(spec, d.layout, d.kv, draft)
     inside = policy.graphs_inside or policy.pool == "free"
     return RankMemory(
         weights, tuple(parts), activation, how, outside, communication, staging, graphs, inside, budget, pool, caches

@@ -128,7 +128,7 @@ def table(points: Sequence[Point]) -> Table:
     names = sorted(set(keys))
     named = [group_names(p.family, d) for p, d in zip(chosen, deployments, strict=True)]
     groups = sorted({g for names_of in named for g in names_of})
-    counts = ("prompts", "running", "waiting", "osl", "replicas_in_step", "tokens_per_step", "held_steps", "marching")
+    counts = tuple(f.name for f in fields(Loop) if f.name not in ("decode", "alone", "prefill"))
 
     def column(values: Sequence[float | None]) -> Array:
         return np.array([math.nan if v is None else float(v) for v in values])

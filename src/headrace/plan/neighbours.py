@@ -16,6 +16,7 @@ import msgspec
 
 from headrace.plan.deployment import Deployment
 from headrace.spec.accounting import parameters
+from headrace.spec.engine_facts import plain_version
 from headrace.spec.model import ModelSpec
 
 REACH = 3.0
@@ -44,8 +45,7 @@ class Run(msgspec.Struct, frozen=True):
 
 def campaign_name(family: str, d: Deployment) -> str:
     """The runs that may speak for each other: family, engine, card, version and weight format."""
-    version = d.inputs.engine_version.strip().lower().removeprefix("v")
-    return f"{family}|{d.engine}|{d.gpu.id}|{version}|{d.weights}"
+    return f"{family}|{d.engine}|{d.gpu.id}|{plain_version(d.inputs.engine_version)}|{d.weights}"
 
 
 def position(d: Deployment, requests: float, isl: float, osl: float) -> tuple[float, ...]:

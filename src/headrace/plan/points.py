@@ -14,9 +14,10 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.base.errors import InvalidInput
-from headrace.plan.deployment import Inputs
+from headrace.base.errors import HeadraceError, InvalidInput
+from headrace.plan.deployment import Inputs, resolve
 from headrace.spec import engine_facts, hardware, models
+from headrace.spec.campaign import Run, campaign_of
 from headrace.spec.model import LatentAttention, MoE
 
 REQUIRED_COLUMNS = ("kind", "model", "gpu")
@@ -59,14 +60,6 @@ ANSWER_COLUMNS = (
     "ttft_ms",
     "tpot_ms",
 )
-
-SPREAD_LENGTHS = {1024, 8192}
-"""Prompts and answers of InferenceX, whose lengths its benchmark draws (`--random-range-ratio`). Other campaigns in public tables
-send equal lengths (AIPerf with `--isl-stddev 0`, as aiconfigurator's benchmark scripts call it)."""
-MIXES_SINCE = (0, 5, 3)
-"""SGLang in those campaigns: it mixes chunks only if told, and aiconfigurator's launch commands tell it, but misspell the option in
-those for 0.5.1 (`--enable-mix-chunk` in `sglang/cli_args.0.5.1.post1.j2`, `--enable-mixed-chunk` from 0.5.3.post2 on). Rows of 0.5.1
-march in step and rows of 0.5.6 do not; no version between the two was seen."""
 
 UNSTATED_CONTEXT = 2048
 """A run whose longest context is not stated counts as fitting when a request of this many tokens does."""
@@ -178,10 +171,8 @@ def inputs_of(given: Mapping[str, str]) -> Inputs:
     version = given["engine_version"]
     if not version and (named := re.search(r"\d+\.\d+\.\d+", given["engine"])):
         version = named[0]
-    equal = not {integer("isl"), integer("osl")} <= SPREAD_LENGTHS
     engine = _engine(given["engine"])
-    told = "enable_mixed_chunk" in cells or (equal and not _before(version, MIXES_SINCE))
-    return Inputs(
+    stated = Inputs(
         model=given["model"],
         gpu=given["gpu"],
         n_gpus=n_gpus,
@@ -205,20 +196,43 @@ def inputs_of(given: Mapping[str, str]) -> Inputs:
         draft_tokens=integer("mtp_draft_tokens") or 0,
         eager="enforce_eager" in cells,
         chunked_prefill=cells.get("chunked_prefill") != "off",
-        equal_lengths=equal,
-        mixed_chunk=told and "sglang" in engine.lower(),
+        mixed_chunk="enable_mixed_chunk" in cells and "sglang" in engine.lower(),
+    )
+    return _as_launched(stated)
+
+
+def _as_launched(stated: Inputs) -> Inputs:
+    """The question with the settings that the campaign's own scripts have for such a run (`spec.campaign`), which rows leave out."""
+    if stated.isl is None or stated.osl is None or stated.concurrency is None:
+        return stated
+    try:
+        d = resolve(stated)
+    except HeadraceError:  # the prediction will say so
+        return stated
+    run = Run(
+        model=d.model.id,
+        engine=d.engine,
+        version=stated.engine_version,
+        gpu=d.gpu.id,
+        generation=d.gpu.generation,
+        weights=d.weights,
+        tp=d.layout.tp,
+        isl=stated.isl,
+        osl=stated.osl,
+        concurrency=stated.concurrency,
+    )
+    campaign = campaign_of(run)
+    return msgspec.structs.replace(
+        stated,
+        equal_lengths=not campaign.draws_lengths,
+        concurrency_scope="server" if campaign.per_server else "unstated",
+        **campaign.settings(run),
     )
 
 
 def _format(cell: str) -> str:
     """A precision as it is written; "auto" for a cell that names none."""
     return "auto" if re.fullmatch(r"[-\u2013?]*|n/?a|none|null|nan|unknown|default", cell, re.IGNORECASE) else cell
-
-
-def _before(version: str, bound: tuple[int, ...]) -> bool:
-    """Whether a stated version is older; one that is not three numbers is taken for new."""
-    numbers = re.match(r"v?(\d+)\.(\d+)\.(\d+)", version.strip())
-    return numbers is not None and tuple(map(int, numbers.groups())) < bound
 
 
 def _gpus(stated: int | None, tp: int, pp: int, dp: int, ep: int) -> int:

@@ -225,11 +225,18 @@ def _layouts(count: int, need: Need, moe: bool) -> Iterator[Layout]:
                 yield Layout(stage // dp, pp, dp, ep)
 
 
-def _judge(need: Need, asked: Inputs, calibration: CalibrationSet) -> Candidate | Rejected:
+def _resolved(need: Need, asked: Inputs) -> Deployment:
+    """The deployment with the engine's default limit of sequences, raised where it is below the users, as whoever asks for so
+    many would do."""
+    asked = msgspec.structs.replace(asked, max_num_seqs=None)
     d = resolve(asked)
-    if d.max_num_seqs * d.layout.dp < need.min_users:  # the engine's default, which whoever asks for so many raises
-        asked = msgspec.structs.replace(asked, max_num_seqs=ceil_div(need.min_users, d.layout.dp))
-        d = resolve(asked)
+    if d.max_num_seqs * d.layout.dp >= need.min_users:
+        return d
+    return resolve(msgspec.structs.replace(asked, max_num_seqs=ceil_div(need.min_users, d.layout.dp)))
+
+
+def _judge(need: Need, asked: Inputs, calibration: CalibrationSet) -> Candidate | Rejected:
+    d = _resolved(need, asked)
     memory = fit_deployment(d, need.isl + need.osl)
     if not memory.fits:
         return _reject(asked, memory.reason, _change(need, d, memory, None, calibration))
@@ -242,7 +249,7 @@ def _judge(need: Need, asked: Inputs, calibration: CalibrationSet) -> Candidate 
     best: tuple[float, int, Performance] | None = None
     closest: Performance | None = None
     for batch in (b for b in sorted({*BATCHES, need.min_users}) if need.min_users <= b <= memory.max_users):
-        p = perf_deployment(resolve(msgspec.structs.replace(asked, concurrency=batch)), calibration)
+        p = perf_deployment(_resolved(need, msgspec.structs.replace(asked, concurrency=batch)), calibration)
         closest = closest or p
         if not need.slo.met(p.ttft_ms.value, p.tpot_ms.value):
             continue
@@ -319,9 +326,8 @@ def _change(need: Need, d: Deployment, memory: Fit, times: Performance | None, c
     """
     fitting: tuple[str, Performance] | None = None
     for label, changed in _alternatives(d):
-        limit = None if changed.max_num_seqs is None else need.min_users
         try:
-            trial = resolve(msgspec.structs.replace(changed, concurrency=need.min_users, max_num_seqs=limit))
+            trial = _resolved(need, msgspec.structs.replace(changed, concurrency=need.min_users))
             after = fit_deployment(trial, memory.context)
             if not after.fits or after.max_users < need.min_users:
                 continue

@@ -83,6 +83,10 @@ def traffic(d: Deployment) -> Traffic:
     held_steps = BALANCE_STEPS.get(d.engine, 0.0) if d.layout.dp > 1 else 0.0
     if held_steps:
         notes.append(f"prompts are taken to be held back for {held_steps:g} steps to balance the attention replicas")
+    batch_wait = d.inputs.batch_wait_steps
+    if batch_wait and d.layout.dp > 1:
+        batch_wait = 0  # TensorRT-LLM's scheduler asks for one or the other
+        notes.append("with attention replicas prompts wait for the other replicas, not for a batch")
     marching = d.engine in PREFILL_FIRST and d.inputs.equal_lengths and not d.inputs.mixed_chunk and per_replica > 1
     if d.inputs.equal_lengths and d.engine not in PREFILL_FIRST and d.inputs.concurrency_scope == "instance":
         notes.append(f"equal lengths change nothing here: {d.engine} decodes in steps that prefill")
@@ -116,6 +120,9 @@ def traffic(d: Deployment) -> Traffic:
         tokens_per_step=expected_tokens(d.inputs.acceptance, drafts),
         held_steps=held_steps,
         marching=float(marching),
+        batch_wait_steps=float(batch_wait),
+        batch_wait_prompts=max(1.0, (d.inputs.batch_wait_share * d.max_batched_tokens - per_replica) / isl),
+        poll_steps=float(d.inputs.poll_steps),
     )
     compute = compute_precision(d.weights, units(d.gpu))
     return Traffic(loop, peaks(d.gpu, compute), m, running, waiting, fits, tuple(notes))

@@ -112,6 +112,11 @@ def find(name: str) -> EngineFacts:
     raise InvalidInput(f"unknown engine {name!r}", field="engine", remedy="choose one of: " + ", ".join(known))
 
 
+def plain_version(version: str) -> str:
+    """A version as it names a build: without case, blanks and a leading v."""
+    return version.strip().lower().removeprefix("v")
+
+
 def version_key(version: str) -> tuple[int, ...]:
     """A version as a comparable tuple: `~v0.6.5` is (0, 6, 5), `v0.2.x` is (0, 2); () when nothing is stated."""
     if re.search(r"\b0\.1\.dev", version):  # a nightly build numbered from zero is newer than any release
