@@ -18,6 +18,7 @@ from test_models_logits import VOCAB, dense, tiny_model
 from torch_steps import Engine
 
 from headrace.base.errors import InvalidInput
+from headrace.engine.cuda import runner
 from headrace.engine.executors.cuda import BACKEND
 from headrace.engine.executors.torch import BACKEND as TORCH
 from headrace.engine.kernels.table import GemmTable
@@ -125,6 +126,9 @@ def of_many_rows(tmp_path_factory):
 def test_many_rows_equal_the_torch_backend(of_many_rows, weights, warp_groups, monkeypatch):
     """A prompt step of 600 rows, then decode steps of 200 and 100 sequences: as near to fp32 as bf16 is anywhere."""
     monkeypatch.setattr(GemmTable, "untabled_warp_groups", warp_groups)
+    # Every size of steps has kernels of its own, and compiling them takes most of the time.
+    monkeypatch.setattr(runner, "graph_sizes", lambda most: [100, most])
+    monkeypatch.setattr(runner.Runner, "_mixed_sizes", lambda _: [])
     folder, references = of_many_rows
     wanted, rounded = references(weights)
     found = many_rows(engine(folder, BACKEND, weights, num_blocks=250, max_num_seqs=200))
