@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from test_spec_parameters import CASES, built_on_cpu, config_of
 from test_spec_reference import DEEPSEEK_V2, GPT_OSS_120B, MISTRAL
 
-from headrace.base.errors import DoesNotFit, UnsupportedModel
+from headrace.base.errors import DoesNotFit, InvalidInput, UnsupportedModel
 from headrace.spec import accounting
 from headrace.spec.cache import CacheLayout
+from headrace.spec.ggml import GGML_TYPES_BY_NAME
 from headrace.spec.hf import spec_from_hf
 
 GEMMA3: dict[str, Any] = {
@@ -141,6 +142,37 @@ def test_quantized_kv_counts_its_scales() -> None:
     assert (accounting.default_block_tokens("int8"), accounting.default_block_tokens("int4")) == (16, 32)
     assert accounting.kv_staging_bytes(spec, "int4", 64, "fp16") == 64 * 32 * 32 * 8 * 128 * 2
     assert accounting.kv_staging_bytes(spec, "int8", 64, "fp16") == 0
+
+
+@pytest.mark.parametrize(
+    ("kv", "vector"),
+    [
+        ("nvfp4", 128 // 2 + 128 // 16),  # E2M1 pairs and an E4M3 scale for 16
+        ("q8_0", 4 * 34),  # ggml blocks of 32: an fp16 scale and 32 bytes
+        ("q5_1", 4 * 24),
+        ("q5_0", 4 * 22),
+        ("q4_1", 4 * 20),
+        ("q4_0", 4 * 18),
+        ("iq4_nl", 4 * 18),
+    ],
+)
+def test_formats_of_other_engines_count_their_scales(kv: str, vector: int) -> None:
+    spec = spec_from_hf(MISTRAL)
+    assert accounting.kv_bytes_per_token(spec, kv) == 32 * 8 * 2 * vector
+    if kv in GGML_TYPES_BY_NAME and kv != "nvfp4":
+        stored = GGML_TYPES_BY_NAME[kv]
+        assert vector == 128 // stored.block_elements * stored.block_bytes
+
+
+def test_the_layout_of_sparse_latents_is_for_latents() -> None:
+    """512 bytes in fp8, four fp32 scales and a rotary key in 16 bit, with or without an indexer; no heads."""
+    plain = spec_from_hf(DEEPSEEK_V2)
+    assert accounting.kv_bytes_per_token(plain, "fp8_ds_mla") == 60 * 656
+    sparse = {"model_type": "deepseek_v32", "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
+    v32 = spec_from_hf(DEEPSEEK_V2 | sparse)
+    assert accounting.kv_bytes_per_token(v32, "fp8_ds_mla") == accounting.kv_bytes_per_token(v32, "fp8")
+    with pytest.raises(InvalidInput, match="latents of MLA"):
+        accounting.kv_bytes_per_token(spec_from_hf(MISTRAL), "fp8_ds_mla")
 
 
 def test_one_kind_of_layer_is_one_group() -> None:

@@ -277,11 +277,11 @@ def _mixer_cache(mixer: Mixer, kv: str, state: str, conv: str | None) -> LayerCa
 def latent_token_bytes(a: LatentAttention, kv: str) -> int:
     """MLA: one latent and one rotary key per token and layer, whatever the number of heads.
 
-    With a sparse indexer, fp8 keeps the latent in fp8 with one fp32 scale per 128 elements and the rotary key in 16 bit
-    (the layout of DeepSeek-V3.2: 512 + 16 + 128 = 656 bytes).
+    `fp8_ds_mla`, and fp8 with a sparse indexer, keep the latent in fp8 with one fp32 scale per 128 elements and the rotary key in
+    16 bit (the layout of DeepSeek-V3.2, as FlashMLA's notes on its FP8 cache describe it: 512 + 16 + 128 = 656 bytes).
     """
     stored = kv_precision(kv)
-    if a.indexer is not None and stored.name == "fp8":
+    if stored.name == "fp8_ds_mla" or (a.indexer is not None and stored.name == "fp8"):
         return a.kv_lora_rank + 4 * ceil_div(a.kv_lora_rank, 128) + 2 * a.rope_dim
     return stored.vector_bytes(a.kv_lora_rank + a.rope_dim)
 

@@ -179,15 +179,26 @@ class KVPrecision(msgspec.Struct, frozen=True):
     `fp8` has one scale per tensor, outside the cache. `int8` keeps an fp16 scale, `int4` an fp16 scale and an fp16 minimum,
     per token and head. With a `key_group`, keys have these per channel instead, for so many neighbouring tokens together.
     MLA latents count as one head's values.
+
+    With a `scale_group`, so many neighbouring elements of a vector share `scale_bytes`: 16 of NVFP4 an E4M3 scale (a further one per
+    tensor lies outside the cache), 32 of a ggml block its fp16 scale (and minimum). `latent_only`: a layout of MLA latents
+    (`accounting.latent_token_bytes`), which heads' keys and values have no use for.
     """
 
     name: str
     bits: int
     head_bytes: int = 0
     key_group: int = 0
+    scale_group: int = 0
+    scale_bytes: int = 0
+    latent_only: bool = False
 
     def token_bytes(self, key_dim: int, value_dim: int) -> int:
         """Bytes of one head's key and value of a token; of a key's group, the token's share."""
+        if self.latent_only:
+            raise InvalidInput(
+                f"{self.name} stores the latents of MLA, not keys and values of heads", field="kv", remedy="take fp8"
+            )
         if not self.key_group:
             return self.vector_bytes(key_dim) + self.vector_bytes(value_dim)
         key = ceil_div(key_dim * self.bits, 8) + ceil_div(key_dim * self.head_bytes, self.key_group)
@@ -195,7 +206,10 @@ class KVPrecision(msgspec.Struct, frozen=True):
 
     def vector_bytes(self, dim: int) -> int:
         """Bytes of one head's vector of `dim` elements; 0 for a vector that is not stored."""
-        return 0 if dim == 0 else ceil_div(dim * self.bits, 8) + self.head_bytes
+        if dim == 0:
+            return 0
+        scales = ceil_div(dim, self.scale_group) * self.scale_bytes if self.scale_group else 0
+        return ceil_div(dim * self.bits, 8) + scales + self.head_bytes
 
 
 KV_PRECISIONS: dict[str, KVPrecision] = {
@@ -207,13 +221,24 @@ KV_PRECISIONS: dict[str, KVPrecision] = {
         KVPrecision("fp8", 8),
         KVPrecision("int8", 8, head_bytes=2),
         KVPrecision("int4", 4, head_bytes=4, key_group=32),
+        KVPrecision("nvfp4", 4, scale_group=16, scale_bytes=1),
+        KVPrecision("fp8_ds_mla", 8, latent_only=True),
+        KVPrecision("q8_0", 8, scale_group=32, scale_bytes=2),
+        KVPrecision("q5_1", 5, scale_group=32, scale_bytes=4),
+        KVPrecision("q5_0", 5, scale_group=32, scale_bytes=2),
+        KVPrecision("q4_1", 4, scale_group=32, scale_bytes=4),
+        KVPrecision("q4_0", 4, scale_group=32, scale_bytes=2),
+        KVPrecision("iq4_nl", 4, scale_group=32, scale_bytes=2),
     )
 }
 
 KV_ALIASES: dict[str, str] = FLOAT_ALIASES | {
     "fp8_e4m3": "fp8",
     "fp8_e5m2": "fp8",
+    "fp8_inc": "fp8",
     "float8_e4m3fn": "fp8",
+    "fp4": "nvfp4",
+    "fp4_e2m1": "nvfp4",
     "q8": "int8",
     "q4": "int4",
 }
