@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.base.bootstrap import ratio_interval
+from headrace.base.bootstrap import ratio_interval, share_interval
 from headrace.base.errors import DoesNotFit, InvalidInput
 from headrace.engine.quality.choices import Question, built_in, candidates, picks
 from headrace.engine.quality.distance import LogitsFile, distance
@@ -153,6 +153,23 @@ def test_an_interval_of_equal_items_is_a_point_and_of_one_item_unknown() -> None
     assert alone.value == 1.5
     assert math.isnan(alone.low)
     assert math.isnan(alone.high)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+@pytest.mark.parametrize("trials", [5, 40, 4000])
+def test_a_share_without_exception_is_not_certain(share: float, trials: int) -> None:
+    """Wilson's interval solves (share - p)^2 = z^2 p (1 - p) / trials for the p at its other end."""
+    found = share_interval(np.full(5, share * trials / 5), np.full(5, trials / 5))
+    assert found.value == share
+    far = found.high if share == 0 else found.low
+    assert (found.low if share == 0 else found.high) == share
+    assert 0 < far < 1
+    assert (share - far) ** 2 == pytest.approx(1.959964**2 * far * (1 - far) / trials)
+
+
+def test_a_share_of_both_outcomes_is_resampled() -> None:
+    hits, each = np.array([0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0]), np.ones(7)
+    assert share_interval(hits, each) == ratio_interval(hits, each)
 
 
 def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:

@@ -144,7 +144,9 @@ def test_the_same_format_loses_nothing_and_perplexity_is_transformers(toy, quest
     (same,) = report.formats
     for figure, exact in (("kl_nats", 0), ("flip_rate", 0), ("perplexity_ratio", 1), ("changed_picks", 0)):
         interval = getattr(same, figure)
-        assert (interval.value, interval.low, interval.high) == (exact,) * 3
+        assert (interval.value, interval.low) == (exact, exact)
+        # What never differed may still differ in other texts; the means are of the same numbers.
+        assert interval.high > 0 if figure in ("flip_rate", "changed_picks") else interval.high == exact
     assert same.agreement_tokens.value == SETTINGS.agreement
     assert same.agreement_whole.value == 1
     assert same.perplexity == report.unquantized.perplexity

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
@@ -44,3 +45,16 @@ def ratio_interval(sums: Array, counts: Array, resamples: int = 2000) -> Interva
     drawn = block_counts(len(sums), resamples)
     low, high = np.quantile((drawn @ sums) / (drawn @ counts), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Interval(value, float(low), float(high))
+
+
+def share_interval(hits: Array, trials: Array, resamples: int = 2000) -> Interval:
+    """`ratio_interval` of a share, Σ `hits` / Σ `trials`. Where every trial had the same outcome, resampling finds nothing else and would
+    give no width at all: then Wilson's score interval of as many independent trials (Wilson 1927), closed at 0 or 1.
+    """
+    found = ratio_interval(hits, trials, resamples)
+    if 0.0 < found.value < 1.0:
+        return found
+    n = float(trials.sum())
+    square = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) ** 2
+    reach = square / (n + square)
+    return Interval(found.value, max(0.0, found.value - reach), min(1.0, found.value + reach))

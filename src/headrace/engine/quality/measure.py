@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.base.bootstrap import Interval, ratio_interval
+from headrace.base.bootstrap import Interval, ratio_interval, share_interval
 from headrace.base.errors import InvalidInput
 from headrace.engine.backend import LoadedModel
 from headrace.engine.launch import BACKENDS, choose_backend
@@ -335,6 +335,8 @@ def _report(run: _Run, reference: _Run, material: Material) -> FormatQuality:
     right = np.array([q.answer for q in material.questions])
     each, prompts = np.ones(len(right)), np.ones(len(until))
     weights = sum(m.actual_bytes for m in run.model.memory() if m.name == "weights")
+    # The reference agrees with itself for certain.
+    agreeing = ratio_interval if run is reference else share_interval
     return FormatQuality(
         backend=run.backend,
         asked_weights=run.config.weights,
@@ -346,12 +348,12 @@ def _report(run: _Run, reference: _Run, material: Material) -> FormatQuality:
         perplexity=_exp(ratio_interval(run.nll, scored)),
         perplexity_ratio=_exp(ratio_interval(run.nll - reference.nll, scored)),
         kl_nats=ratio_interval(run.kl, scored),
-        flip_rate=ratio_interval(run.flips, scored),
+        flip_rate=agreeing(run.flips, scored),
         agreement_tokens=ratio_interval(until, prompts),
-        agreement_whole=ratio_interval(whole, prompts),
-        accuracy=ratio_interval((run.picks.raw == right).astype(np.float64), each),
-        accuracy_normalized=ratio_interval((run.picks.normalized == right).astype(np.float64), each),
-        changed_picks=ratio_interval((run.picks.normalized != reference.picks.normalized).astype(np.float64), each),
+        agreement_whole=agreeing(whole, prompts),
+        accuracy=share_interval((run.picks.raw == right).astype(np.float64), each),
+        accuracy_normalized=share_interval((run.picks.normalized == right).astype(np.float64), each),
+        changed_picks=agreeing((run.picks.normalized != reference.picks.normalized).astype(np.float64), each),
         speed=run.speed,
         notes=run.model.notes(),
     )

@@ -20,7 +20,8 @@ class Speed(msgspec.Struct, frozen=True):
 class FormatQuality(msgspec.Struct, frozen=True):
     """One format of weights and KV, as it was asked for and as the backend calls it.
 
-    Every figure has a 95 % interval from resampled windows, prompts or questions. `perplexity_ratio`, `kl_nats` (per
+    Every figure has a 95 % interval from resampled windows, prompts or questions, and a share that is 0 or 1 Wilson's interval of as many
+    independent trials. `perplexity_ratio`, `kl_nats` (per
     token), `flip_rate` (share of tokens whose most likely one differs) and `agreement_tokens` (greedy tokens until the
     first that differs, at most the report's `agreement_limit`) compare with the reference; `agreement_whole` is the share
     of prompts that never differed, `changed_picks` that of questions. Accuracies are of the questions, by log-likelihood
