@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -147,8 +148,28 @@ def test_a_line_without_end_is_not_kept() -> None:
 
 
 def test_cached_tokens_are_read_from_usage() -> None:
-    assert Usage(prompt_tokens_details={"cached_tokens": 5}).cached_tokens == 5
+    assert (
+        msgspec.json.decode(b'{"prompt_tokens_details":{"cached_tokens":5,"audio_tokens":0}}', type=Usage).cached_tokens
+        == 5
+    )
     assert Usage().cached_tokens is None
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [
+        '{"prompt_tokens":-5,"completion_tokens":1}',
+        '{"prompt_tokens":5,"completion_tokens":1000000000000000000000000000000}',
+        '{"prompt_tokens":5,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":"many"}}',
+        '{"prompt_tokens":5,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":-1}}',
+    ],
+)
+def test_a_usage_that_counts_no_tokens_spoils_its_answer_and_no_figure(usage: str) -> None:
+    stream = fed(chunk("a"), b'data: {"choices":[],"usage":%s}\n\n' % usage.encode(), b"data: [DONE]\n\n")
+    record = judged(stream)
+    assert record.outcome is Outcome.STREAM_ERROR
+    assert "usage" in record.error
+    assert record.prompt_tokens is None
 
 
 def test_reasoning_and_tools_are_answers_too() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -67,15 +67,21 @@ def parse_url(url: str) -> str:
     return base[: -len("/v1")] if base.endswith("/v1") else base
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+
+
+class UsageDetails(msgspec.Struct):
+    cached_tokens: Count | None = None
+
+
 class Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    prompt_tokens_details: dict[str, Any] | None = None
+    prompt_tokens: Count = 0
+    completion_tokens: Count = 0
+    prompt_tokens_details: UsageDetails | None = None
 
     @property
     def cached_tokens(self) -> int | None:
-        value = (self.prompt_tokens_details or {}).get("cached_tokens")
-        return int(value) if value is not None else None
+        return None if self.prompt_tokens_details is None else self.prompt_tokens_details.cached_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,15 @@ from rich.text import Text
 from headrace.bench.records import Outcome, RequestRecord
 from headrace.bench.run import Watch
 
+SAID_EVERY_S = 30.0
+"""How often a log is told how far a run is."""
+
 
 @contextmanager
 def live(total: int | None) -> Iterator[Watch]:
-    """Notes as lines, and on a terminal one line that follows the run. Everything goes to stderr."""
+    """Notes as lines, and one that follows the run: on a terminal always, else written anew every `SAID_EVERY_S`. All on stderr."""
     console = Console(stderr=True)
-    seen = {"done": 0, "ok": 0, "tokens": 0.0, "started_s": time.monotonic()}
+    seen = {"done": 0, "ok": 0, "tokens": 0.0, "started_s": time.monotonic(), "said_s": time.monotonic()}
     last: list[float] = []
 
     def line() -> Text:
@@ -53,6 +56,9 @@ def live(total: int | None) -> Iterator[Watch]:
                     last.append(ended.event_s[0] - ended.intended_s)
             if shown is not None:
                 shown.update(line())
+            elif time.monotonic() - seen["said_s"] >= SAID_EVERY_S:
+                seen["said_s"] = time.monotonic()
+                console.print(line(), soft_wrap=True)
 
         said: set[str] = set()
 
@@ -123,7 +129,12 @@ def _print_run(console: Console, summary: dict[str, Any]) -> None:
         )
     for outcome, count in requests["by_outcome"].items():
         if outcome != Outcome.OK.value:
-            console.print(f"{outcome}: {count}", style="red")
+            first: dict[str, Any] = next((f for f in summary["failures"] if f["outcome"] == outcome), {})
+            status, said = first.get("http_status"), first.get("error") or ""
+            told = f"{status} {said}" if status not in (None, 0, 200) else said
+            console.print(
+                f"{outcome}: {count}" + f", the first: {told}" * bool(told), style="red", highlight=False, markup=False
+            )
     for note in summary["notes"]:
         console.print(note, style="dim", highlight=False)
 
