@@ -2,6 +2,7 @@
 
 import itertools
 
+import msgspec
 import pytest
 
 from headrace.base.errors import InvalidInput
@@ -178,6 +179,38 @@ def test_shipped_traces_are_in_order(name):
     assert len(rows) >= 400
     assert all(a.at_s <= b.at_s for a, b in itertools.pairwise(rows))
     assert all(a.isl > 0 and a.osl > 0 for a in rows)
+
+
+def test_attention_replicas_share_requests_and_experts():
+    """Each takes its share of the requests; with one replica's load the loop is that of a deployment without replicas."""
+    inputs = Inputs(model="deepseek-v2-lite", gpu="h200-sxm-141", n_gpus=2, tp=1, dp=2, ep=2)
+    alone = simulate(
+        msgspec.structs.replace(inputs, n_gpus=1, dp=1, ep=1), workload.burst(20, 256, 32), closed_loop=4, cost=constant
+    )
+    both = simulate(inputs, workload.burst(40, 256, 32), closed_loop=8, cost=constant)
+    assert (both.requests, both.steps) == (20, alone.steps)
+    assert both.output_tokens_per_s == pytest.approx(2 * alone.output_tokens_per_s)
+    assert both.ttft_ms == alone.ttft_ms
+    assert any("replicas" in note for note in both.notes)
+    # With the step cost of the card, experts are read for both replicas' tokens.
+    assert simulate(inputs, workload.burst(40, 256, 32), closed_loop=8).tpot_ms.p50 > 0
+
+
+def test_eager_steps_pay_for_their_launches():
+    captured, eager = (
+        simulate(msgspec.structs.replace(INPUTS, eager=eager), [Arrival(0.0, 1000, 20)]) for eager in (False, True)
+    )
+    assert eager.tpot_ms.p50 > captured.tpot_ms.p50
+    assert eager.ttft_ms.p50 == captured.ttft_ms.p50
+
+
+def test_what_cannot_be_simulated_is_refused():
+    with pytest.raises(InvalidInput, match="pipeline stages"):
+        simulate(Inputs(model="llama-3.1-70b", gpu="h100-sxm-80", n_gpus=4, tp=2, pp=2), [Arrival(0.0, 100, 2)])
+    with pytest.raises(InvalidInput, match="speculation"):
+        simulate(msgspec.structs.replace(INPUTS, draft_tokens=2), [Arrival(0.0, 100, 2)])
+    with pytest.raises(InvalidInput, match="no memory for KV"):
+        simulate(Inputs(model="llama-3.1-70b", gpu="l4-24"), [Arrival(0.0, 100, 2)])
 
 
 def test_percentiles_are_nearest_rank():

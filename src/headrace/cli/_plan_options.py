@@ -26,6 +26,11 @@ class Target:
     memory_fraction: Annotated[float | None, "the engine's memory fraction"] = None
     max_batched_tokens: Annotated[int | None, "token budget of a step"] = None
     max_num_seqs: Annotated[int | None, "most sequences that run together"] = None
+    pp: Annotated[int, "pipeline stages"] = 1
+    dp: Annotated[int, "attention replicas (data-parallel attention)"] = 1
+    ep: Annotated[int, "ranks over which experts are spread"] = 1
+    draft_tokens: Annotated[int, "speculation: proposals per step"] = 0
+    eager: Annotated[bool, "no captured graphs"] = False
 
     def inputs(self, **more: Any) -> Inputs:
         """The planner's question; keyword arguments are its other fields."""
@@ -40,19 +45,5 @@ class Target:
         return Inputs(n_gpus=given.pop("gpus"), **given, **more)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SpreadTarget(Target):
-    """The same with what only the formulas know: stages, replicas, expert ranks, speculation, eager steps."""
-
-    pp: Annotated[int, "pipeline stages"] = 1
-    dp: Annotated[int, "attention replicas (data-parallel attention)"] = 1
-    ep: Annotated[int, "ranks over which experts are spread"] = 1
-    draft_tokens: Annotated[int, "speculation: proposals per step"] = 0
-    eager: Annotated[bool, "no captured graphs"] = False
-
-
 target_options = options_of(Target, "target", panel="Deployment")
 """Options of a command with `target: Target`."""
-
-spread_options = options_of(SpreadTarget, "target", panel="Deployment")
-"""Options of a command with `target: SpreadTarget`."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.cli._plan_options import SpreadTarget, Target, spread_options, target_options
+from headrace.cli._plan_options import Target, target_options
 
 if TYPE_CHECKING:
     from headrace.plan.deployment import Inputs
@@ -39,9 +39,9 @@ def register(app: typer.Typer) -> None:
     plan.command("web")(web)
 
 
-@spread_options
+@target_options
 def fit(
-    target: SpreadTarget,
+    target: Target,
     context: Annotated[int | None, typer.Option(help="tokens of one request; default: the model's longest")] = None,
     users: Annotated[int | None, typer.Option(help="also say the longest context for this many users")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="print the derivation line by line")] = False,
@@ -84,9 +84,9 @@ def fit(
         print("\n".join(found.explain))
 
 
-@spread_options
+@target_options
 def perf(
-    target: SpreadTarget,
+    target: Target,
     isl: Annotated[int, typer.Option(help="prompt tokens")] = 1024,
     osl: Annotated[int, typer.Option(help="answer tokens")] = 256,
     concurrency: Annotated[int | None, typer.Option(help="requests in flight; default: as many as fit")] = None,
@@ -302,9 +302,9 @@ def simulate(
     print(f"  prefix hits {found.prefix_hit_rate:.1%}, preemptions {found.preemptions}, refused {found.refused}")
 
 
-@spread_options
+@target_options
 def report(
-    target: SpreadTarget,
+    target: Target,
     out: Annotated[Path, typer.Option(help="HTML file; PNG and SVG pictures go beside it with --pictures")],
     isl: Annotated[int, typer.Option(help="prompt tokens")] = 1024,
     osl: Annotated[int, typer.Option(help="answer tokens")] = 256,

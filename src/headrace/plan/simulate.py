@@ -10,7 +10,7 @@ from dataclasses import replace
 import msgspec
 
 from headrace.base.clock import VirtualClock
-from headrace.base.errors import DoesNotFit, InvalidInput, UnsupportedModel
+from headrace.base.errors import InvalidInput, UnsupportedModel
 from headrace.control.config import SchedulerConfig
 from headrace.control.prefill import GPU_LIMITS, PrefillLimits
 from headrace.control.request import Request, Sampling
@@ -83,7 +83,7 @@ def step_cost(d: Deployment) -> Callable[[StepPlan], float]:
         prefill = [Span(c.start, c.length, c.sample) for c in plan.chunks if c.length > 1]
         contexts = [c.start + 1 for c in plan.chunks if c.length == 1]
         decode = [(len(contexts), round(sum(contexts) / len(contexts)))] if contexts else []
-        return float(step_seconds(step_work(m, prefill, decode), p, e)) * offset
+        return float(step_seconds(step_work(m, prefill, decode, graphs=not d.inputs.eager), p, e)) * offset
 
     return seconds
 
@@ -95,7 +95,11 @@ def cache_of(d: Deployment) -> tuple[CacheLayout, int]:
     """
     memory = rank_memory(d)
     if memory.pool <= 0:
-        raise DoesNotFit(f"{d.model.id} leaves no memory for KV on {d.gpu.name}", field="gpu", remedy="see plan fit")
+        raise InvalidInput(
+            f"{d.model.id} leaves no memory for KV on {d.gpu.name}: there is nothing to simulate",
+            field="gpu",
+            remedy="see plan fit",
+        )
     rank = rank_spec(d.model.spec, d.layout)
     block = max(16, d.block_tokens)
     try:
@@ -133,13 +137,25 @@ def simulate(
     """Serve `arrivals` on one instance. With `closed_loop`, arrival times are ignored and that many requests are always in flight.
 
     `prefill`: limits on prompts beside running streams; None for those that our engine has on a GPU by default, and none of
-    them for other engines.
+    them for other engines. Of attention replicas one is simulated, with every so many-th request beside others as busy, and the rates
+    are those of all; pipeline stages and speculation are refused.
     """
     if not arrivals:
         raise InvalidInput("there are no requests to simulate", field="requests")
     if closed_loop is not None and closed_loop < 1:
         raise InvalidInput(f"concurrency must be at least 1, got {closed_loop}", field="concurrency")
     d = resolve(inputs)
+    if d.layout.pp > 1:
+        raise InvalidInput(
+            "pipeline stages are not simulated", field="pp", remedy="simulate tensor parallelism, or see plan perf"
+        )
+    if inputs.draft_tokens:
+        raise InvalidInput(
+            "speculation is not simulated", field="draft_tokens", remedy="leave it out, or see plan perf"
+        )
+    if (dp := d.layout.dp) > 1:
+        arrivals = sorted(arrivals, key=lambda a: a.at_s)[::dp]
+        closed_loop = None if closed_loop is None else -(-closed_loop // dp)
     seconds = cost or step_cost(d)
     layout, blocks = cache_of(d)
     sequences = min(d.max_num_seqs, d.max_batched_tokens)
@@ -250,6 +266,8 @@ def _summary(
     stats = scheduler.stats()
     queried = stats.prefix_queries_tokens
     notes = ["the simulation was cut at its step limit"] if cut else []
+    if (dp := d.layout.dp) > 1:
+        notes.append(f"one of {dp} attention replicas was simulated; rates are those of all")
     if refused:
         notes.append(
             f"{refused} of {refused + len(done)} requests were refused: longer than {d.max_model_len:,} tokens or than the KV pool"
@@ -262,9 +280,9 @@ def _summary(
         ttft_ms=percentiles(ttft),
         itl_ms=percentiles(gaps),
         tpot_ms=percentiles(tpot),
-        output_tokens_per_s=sum(r.tokens for r in done) / span,
-        requests_per_s=len(done) / span,
-        goodput_rps=met / span,
+        output_tokens_per_s=dp * sum(r.tokens for r in done) / span,
+        requests_per_s=dp * len(done) / span,
+        goodput_rps=dp * met / span,
         slo_met=met / len(done) if done else 0.0,
         prefix_hit_rate=stats.prefix_hit_tokens / queried if queried else 0.0,
         preemptions=stats.preemptions,
