@@ -22,15 +22,22 @@ inline F load_kv(const uint8_t* p, int64_t element) {
 // would wait for the one before it.
 template <KvType T, int R, int B>
 static void score_blocks(const uint8_t* const* keys, int block_tokens, int head_dim, const float* const* q, F* s) {
-  for (int i = 0; i < R * B; i++) s[i] = zero();
+  F acc[R * B];
+#pragma GCC unroll 32
+  for (auto& a : acc) a = zero();
   for (int d = 0; d < head_dim; d++) {
     F k[B];
+#pragma GCC unroll 4
     for (int b = 0; b < B; b++) k[b] = load_kv<T>(keys[b], (int64_t)d * block_tokens);
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       const F v = set1(q[r][d]);
-      for (int b = 0; b < B; b++) s[b * R + r] = fma(k[b], v, s[b * R + r]);
+#pragma GCC unroll 4
+      for (int b = 0; b < B; b++) acc[b * R + r] = fma(k[b], v, acc[b * R + r]);
     }
   }
+#pragma GCC unroll 32
+  for (int i = 0; i < R * B; i++) s[i] = acc[i];
 }
 
 // The same for the many pairs of a prompt, whose queries were copied to one place: then a register holds all their addresses.
@@ -97,10 +104,12 @@ static void mix_rows(const KvPool& kv, const AttentionItem& it, int64_t from, in
       }
       for (; t < end; t++) {
         F v[N];
+#pragma GCC unroll 4
         for (int n = 0; n < N; n++) v[n] = load_kv<T>(values, (t - block * bt) * dv + dim + n * 16);
 #pragma GCC unroll 32
         for (int r = 0; r < R; r++) {
           const F w = set1(p[r * kScoreStride + t]);
+#pragma GCC unroll 4
           for (int n = 0; n < N; n++) acc[r * N + n] = fma(w, v[n], acc[r * N + n]);
         }
       }
@@ -233,8 +242,8 @@ static void attend(const KvPool& kv, const AttentionItem& it, int first_pair, fl
     float* const queries = scratch + R * kScoreStride;
     for (int r = 0; r < R; r++)
       for (int d = 0; d < kv.head_dim; d += 16) store_bf16(queries + r * S + d / 2, load(q[r] + d));
-    // Of many pairs half at a time, so that each load of a query serves two vectors of tokens.
-    constexpr int H = R > 8 ? R / 2 : R, B = R <= 4 ? 4 : 2;
+    // Where registers allow two vectors of tokens, so that each load of a query serves both.
+    constexpr int B = R <= 4 ? 4 : kPairSums >= 16 ? 2 : 1, H = R > 8 ? kPairSums / B : std::min(R, kPairSums);
     int64_t t = start;
     for (; t + 16 * (B - 1) < stop; t += 16 * B) {
       const uint8_t* keys[B];
@@ -248,22 +257,23 @@ static void attend(const KvPool& kv, const AttentionItem& it, int first_pair, fl
         for (int b = 0; b < B; b++) keep(t + 16 * b, s + b * H, r, r + H);
       }
     }
-    for (; t < stop; t += 16) {
-      const uint8_t* keys[1] = {keys_at(t)};
-      F s[R];
-      score_pairs<R, 1, S>(keys, bt, kv.head_dim, queries, s);
-      keep(t, s);
-    }
+    if constexpr (B > 1)
+      for (; t < stop; t += 16) {
+        const uint8_t* keys[1] = {keys_at(t)};
+        F s[R];
+        score_pairs<R, 1, S>(keys, bt, kv.head_dim, queries, s);
+        keep(t, s);
+      }
   } else if constexpr (R > 8) {
     float* const queries = scratch + R * kScoreStride;
     for (int r = 0; r < R; r++) std::memcpy(queries + r * kQueryStride, q[r], kv.head_dim * sizeof(float));
     for (int64_t t = start; t < stop; t += 16) {
       F s[R];
-      score_many<T, R>(keys_at(t), bt, kv.head_dim, queries, s);
+      for (int r = 0; r < R; r += kSums) score_many<T, kSums>(keys_at(t), bt, kv.head_dim, queries + r * kQueryStride, s + r);
       keep(t, s);
     }
   } else {
-    constexpr int B = R <= 4 ? 4 : 1;
+    constexpr int B = R <= 4 ? 4 : 1, H = R > kSums ? R / 2 : R;
     int64_t t = start;
     for (; t + 16 * (B - 1) < stop; t += 16 * B) {
       const uint8_t* keys[B];
@@ -271,16 +281,19 @@ static void attend(const KvPool& kv, const AttentionItem& it, int first_pair, fl
         keys[b] = keys_at(t + 16 * b);
         foresee(t + 16 * (b + B));
       }
-      F s[R * B];
-      score_blocks<T, R, B>(keys, bt, kv.head_dim, q, s);
-      for (int b = 0; b < B; b++) keep(t + 16 * b, s + b * R);
+      for (int r = 0; r < R; r += H) {
+        F s[H * B];
+        score_blocks<T, H, B>(keys, bt, kv.head_dim, q + r, s);
+        for (int b = 0; b < B; b++) keep(t + 16 * b, s + b * H, r, r + H);
+      }
     }
-    for (; t < stop; t += 16) {
-      const uint8_t* keys[1] = {keys_at(t)};
-      F s[R];
-      score_blocks<T, R, 1>(keys, bt, kv.head_dim, q, s);
-      keep(t, s);
-    }
+    if constexpr (B > 1)
+      for (; t < stop; t += 16) {
+        const uint8_t* keys[1] = {keys_at(t)};
+        F s[R];
+        score_blocks<T, R, 1>(keys, bt, kv.head_dim, q, s);
+        keep(t, s);
+      }
   }
   float factor[R], base[R];  // base: what a row's u4 values have in common
   for (int r = 0; r < R; r++) {
@@ -345,10 +358,11 @@ static void attend(const KvPool& kv, const AttentionItem& it, int first_pair, fl
         mix_rows<T, M, N>(kv, it, seen, stop, scores + r * kScoreStride, base + r, factor + r, out + r);
   };
   using std::integral_constant;
-  constexpr int few = R > 4 ? 4 : R;
   if constexpr (R > 8) {
-    if (kv.value_dim % 32 == 0) return mix(integral_constant<int, R / 2>{}, integral_constant<int, 2>{});
+    constexpr int sums = T == KvType::bf16 ? kPairSums : kSums, vectors = sums >= 16 ? 2 : 1;
+    if (kv.value_dim % (16 * vectors) == 0) return mix(integral_constant<int, sums / vectors>{}, integral_constant<int, vectors>{});
   }
+  constexpr int few = std::min(R, 4);
   if (kv.value_dim % 64 == 0)
     mix(integral_constant<int, few>{}, integral_constant<int, 4>{});
   else

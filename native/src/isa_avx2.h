@@ -10,7 +10,9 @@ namespace headrace::HR_ISA {
 struct F {
   __m256 a, b;
 };
-constexpr int kManyPairs = 8;
+// (Row, head) pairs of a prompt that attention takes together, and how many sums of theirs stay in registers beside their operands:
+// of numbers, and of pairs of bf16, which are widened first.
+constexpr int kManyPairs = 24, kSums = 6, kPairSums = 4;
 inline F set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 inline F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }

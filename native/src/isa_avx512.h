@@ -10,7 +10,7 @@ namespace headrace::HR_ISA {
 struct F {
   __m512 v;
 };
-constexpr int kManyPairs = 24;  // sums that stay in registers beside their operands
+constexpr int kManyPairs = 24, kSums = 24, kPairSums = 24;  // see isa_avx2.h
 inline F set1(float a) { return {_mm512_set1_ps(a)}; }
 inline F zero() { return {_mm512_setzero_ps()}; }
 inline F load(const float* p) { return {_mm512_loadu_ps(p)}; }

@@ -11,7 +11,7 @@ struct F {
   float32x4_t v[4];
 };
 #define HR_QUARTERS for (int i = 0; i < 4; i++)
-constexpr int kManyPairs = 8;
+constexpr int kManyPairs = 8, kSums = 6, kPairSums = 4;  // see isa_avx2.h
 inline F set1(float x) { return {{vdupq_n_f32(x), vdupq_n_f32(x), vdupq_n_f32(x), vdupq_n_f32(x)}}; }
 inline F zero() { return set1(0.0f); }
 inline F load(const float* p) { return {{vld1q_f32(p), vld1q_f32(p + 4), vld1q_f32(p + 8), vld1q_f32(p + 12)}}; }

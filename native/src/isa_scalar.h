@@ -12,7 +12,7 @@ struct F {
   float v[16];
 };
 #define HR_LANES for (int i = 0; i < 16; i++)
-constexpr int kManyPairs = 8;
+constexpr int kManyPairs = 8, kSums = 24, kPairSums = 24;  // see isa_avx2.h
 inline F set1(float x) { F r; HR_LANES r.v[i] = x; return r; }
 inline F zero() { return set1(0.0f); }
 inline F load(const float* p) { F r; std::memcpy(r.v, p, 64); return r; }
