@@ -34,7 +34,7 @@ run_python() {  # name, runtime libraries: the tests that go straight to the ext
     PYTHONMALLOC=malloc PYTHONPATH="$work/$name" OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
     LD_PRELOAD="${preload# }" setarch -R "$python" -m pytest -q -x -p no:cacheprovider \
     "$tests"/test_native_fuzz.py "$tests"/test_native_attention.py "$tests"/test_native_gemm.py "$tests"/test_native_pack.py \
-    "$tests"/test_native_sampler.py "$tests"/test_native_cache.py "$tests"/test_native_rows.py "$tests"/test_native_pool.py -k "${SELECT:-not nothing}"
+    "$tests"/test_native_sampler.py "$tests"/test_native_cache.py "$tests"/test_native_rows.py "$tests"/test_native_pool.py "$tests"/test_native_ahead.py -k "${SELECT:-not nothing}"
 }
 for kind in "${kinds[@]}"; do
   echo "== $kind"
