@@ -1,6 +1,10 @@
 """Models, tokens, health, metrics, keys, CORS, mounts, configuration."""
 
 import asyncio
+import os
+import signal
+import socket
+import time
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -12,6 +16,7 @@ from headrace.serve.app import create_app
 from headrace.serve.config import ServeConfig
 from headrace.serve.explain import explain
 from headrace.serve.keys import load_keys
+from headrace.serve.server import run
 
 
 async def metrics(served):
@@ -82,6 +87,90 @@ async def test_health_reports_state_and_notes(served):
     served.engine.state = "dead"
     response = await served.http.get("/health")
     assert (response.status_code, response.json()["status"]) == (503, "unavailable")
+
+
+async def test_tokens_are_counted_while_an_answer_is_written(served):
+    served.engine.hold_after = 4
+    answer = asyncio.create_task(served.complete("p", max_tokens=9))
+    deadline = time.monotonic() + 30
+    while (seen := await metrics(served))[("generation_tokens_total",)] < 4:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+    assert seen[("generation_tokens_total",)] == 4
+    assert seen[("prompt_tokens_total",)] == len(served.engine.submitted[0].prompt_token_ids)
+    assert seen[("request_success_total", "length")] == 0
+    served.engine.go.set()
+    await answer
+    assert (await metrics(served))[("generation_tokens_total",)] == 9
+
+
+async def test_refusals_are_counted_by_status_and_code(serve):
+    served = serve(api_keys=("k",), max_body_bytes=1000, max_waiting=0, max_num_seqs=1, max_sequences=1)
+    known = {"Authorization": "Bearer k"}
+
+    async def post(status, headers=known, path="/v1/completions", **fields):
+        response = await served.http.post(path, json={"model": MODEL, "prompt": "p"} | fields, headers=headers)
+        assert response.status_code == status
+
+    await post(401, headers={})
+    for _ in range(2):
+        await post(400, temperature=9)
+    await post(413, prompt="x" * 2000)
+    await post(404, model="other")
+    await post(400, n=2)
+    await post(200)
+    served.engine.hold_after = 1
+    running = asyncio.create_task(post(200))
+    await asyncio.sleep(0.05)
+    await post(429)
+    served.engine.go.set()
+    await running
+    text = (await served.http.get("/metrics")).text
+    found = {
+        (sample.labels["status"], sample.labels["code"]): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "headrace:requests_refused_total"
+    }
+    assert found == {
+        ("401", "invalid_api_key"): 1,
+        ("400", "invalid_value"): 3,
+        ("413", "body_too_large"): 1,
+        ("404", "model_not_found"): 1,
+        ("429", "queue_full"): 1,
+    }
+
+
+async def test_a_server_says_that_it_serves_once_it_listens_and_not_when_it_cannot(served):
+    told = []
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def serve_it():
+        return run(
+            served.app,
+            host="127.0.0.1",
+            port=port,
+            drain_s=0,
+            stall_limit_s=9,
+            listening=lambda: told.append(socket.create_connection(("127.0.0.1", port)).close()),
+        )
+
+    serving = asyncio.create_task(serve_it())
+    deadline = time.monotonic() + 30
+    while not told:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await serving
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        with pytest.raises(InvalidInput, match=str(port)):
+            await serve_it()
+    assert len(told) == 1
 
 
 async def test_metrics_count_what_happened(served):

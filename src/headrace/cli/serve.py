@@ -127,18 +127,27 @@ async def _serve(
         if not settings.eos_token_ids:
             settings = replace(settings, eos_token_ids=tokenizer.eos_token_ids)
         app = create_app(engine, tokenizer, template, settings, mounts=pages)
-        log.info(
-            "serving %s (%s, weights %s, %s of KV pool) on http://%s:%d/v1",
-            settings.served_names[0],
-            info.backend,
-            info.weights_precision,
-            f"{info.pool_tokens:,} tokens",
-            host,
-            port,
-        )
+
+        def listening() -> None:
+            log.info(
+                "serving %s (%s, weights %s, %s of KV pool) on http://%s:%d/v1",
+                settings.served_names[0],
+                info.backend,
+                info.weights_precision,
+                f"{info.pool_tokens:,} tokens",
+                host,
+                port,
+            )
+
         await run(
-            app, host=host, port=port, access_log=access_log, drain_s=settings.drain_s, stall_limit_s=settings.stall_limit_s
-        )  # fmt: skip
+            app,
+            host=host,
+            port=port,
+            access_log=access_log,
+            drain_s=settings.drain_s,
+            stall_limit_s=settings.stall_limit_s,
+            listening=listening,
+        )
     finally:
         if not starting.done():
             starting.cancel()

@@ -92,7 +92,9 @@ def create_app(
         return json_response({"status": "ok"})
 
     def post(path: str, answer: Answerer, *, takes_json: bool = True) -> Route:
-        endpoint = Endpoint(answer, max_body_bytes=config.max_body_bytes, takes_json=takes_json)
+        endpoint = Endpoint(
+            answer, max_body_bytes=config.max_body_bytes, takes_json=takes_json, refused=metrics.refused
+        )
         return Route(path, endpoint, methods=["POST"])
 
     @contextlib.asynccontextmanager
@@ -120,7 +122,8 @@ def create_app(
         *(path.rstrip("/") for path in mounts or ()),
         *(f"{p.rstrip('/')}/" for p in mounts or ()),
     )
-    middleware = [Middleware(RequireKey, ring=KeyRing(config.api_keys), open_paths=open_paths)]
+    ring = KeyRing(config.api_keys)
+    middleware = [Middleware(RequireKey, ring=ring, open_paths=open_paths, refused=metrics.refused)]
     if config.cors_origins:
         cors = Middleware(
             CORSMiddleware, allow_origins=list(config.cors_origins), allow_methods=["*"], allow_headers=["*"]

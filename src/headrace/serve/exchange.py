@@ -61,11 +61,20 @@ def json_response(content: Any, status: int = 200) -> Response:
 class Endpoint:
     """An ASGI app for one POST route. The answerer runs in a task that a disconnect cancels.
 
-    `takes_json`: it reads its body, which must then not say that it is something else than JSON.
+    `takes_json`: it reads its body, which must then not say that it is something else than JSON. `refused` is told the errors
+    that are answers.
     """
 
-    def __init__(self, answer: Answerer, *, max_body_bytes: int, takes_json: bool = True) -> None:
+    def __init__(
+        self,
+        answer: Answerer,
+        *,
+        max_body_bytes: int,
+        takes_json: bool = True,
+        refused: Callable[[ApiError], None] = lambda error: None,
+    ) -> None:
         self._answer = answer
+        self._refused = refused
         self._max_body_bytes = max_body_bytes
         self._takes_json = takes_json
 
@@ -78,6 +87,7 @@ class Endpoint:
         except ClientGone:
             return
         except ApiError as error:
+            self._refused(error)
             await error.response()(scope, receive, send)
             return
         work = asyncio.create_task(self._work(Call(body, received_s), scope, receive, send))
@@ -97,7 +107,9 @@ class Endpoint:
             try:
                 answer = await self._answer(call)
             except Exception as error:
-                await as_api_error(error).response()(scope, receive, send)
+                known = as_api_error(error)
+                self._refused(known)
+                await known.response()(scope, receive, send)
                 return
             if isinstance(answer, EventStream):
                 await _send_events(answer, send)

@@ -87,8 +87,6 @@ class SequenceRun:
         self._over = True
         self.engine.abandon(self.request.request_id)
         self.metrics.finished[self._outcome].inc()
-        self.metrics.prompt_tokens.inc(len(self.request.prompt_token_ids))
-        self.metrics.generation_tokens.inc(self._seen)
         self.metrics.whole_s.observe(time.monotonic() - self.received_s)
 
     def _take(self, output: Output, tell: Callable[[Piece | Exception], None]) -> None:
@@ -166,6 +164,7 @@ class SequenceRun:
         now_s = time.monotonic()
         if self._seen == 0:
             self.metrics.first_token_s.observe(now_s - self.received_s)
+            self.metrics.prompt_tokens.inc(len(self.request.prompt_token_ids))
             gaps = tokens - 1
         else:
             gaps = tokens
@@ -173,6 +172,7 @@ class SequenceRun:
             self.metrics.between_tokens_s.observe((now_s - (self._last_s or now_s)) / gaps, gaps)
         self._last_s = now_s
         self._seen += tokens
+        self.metrics.generation_tokens.value += tokens
 
 
 def shown(tokens: Sequence[Token]) -> tuple[Token, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -62,10 +62,13 @@ def _digest(key: bytes) -> bytes:
 class RequireKey:
     """Answers 401 to requests without a known `Authorization: Bearer` key, except for `open_paths`."""
 
-    def __init__(self, app: ASGIApp, ring: KeyRing, open_paths: Sequence[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, ring: KeyRing, open_paths: Sequence[str], refused: Callable[[ApiError], None]
+    ) -> None:
         self._app = app
         self._ring = ring
         self._open_paths = tuple(open_paths)
+        self._refused = refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or self._ring.open or self._is_open(scope):
@@ -82,6 +85,7 @@ class RequireKey:
             else "An API key is needed: send it in the header `Authorization: Bearer <key>`."
         )
         error = ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        self._refused(error)
         await error.response()(scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:

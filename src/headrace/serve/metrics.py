@@ -10,7 +10,8 @@ feel (times, tokens, outcomes) is observed here as it happens. All carry the lab
 | kv_cache_usage_perc | gauge | share of KV blocks held by live sequences, 0 to 1 |
 | prefix_cache_queries_total, prefix_cache_hits_total | counter | prompt tokens looked up in and found in the prefix cache |
 | num_preemptions_total | counter | sequences evicted from the batch to be computed again |
-| prompt_tokens_total, generation_tokens_total | counter | tokens read and written |
+| prompt_tokens_total, generation_tokens_total | counter | tokens read and written, as they are |
+| requests_refused_total{status, code} | counter | requests answered with an error, by status and the error's code |
 | request_success_total{finished_reason} | counter | finished sequences: stop, length, abort or error |
 | time_to_first_token_seconds | histogram | from arrival of the request to its first token |
 | inter_token_latency_seconds | histogram | between tokens of one sequence |
@@ -29,6 +30,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from headrace.control.api import EngineClient, FinishReason
+from headrace.serve.errors import ApiError
 
 PREFIX = "headrace:"
 _FIRST_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0)
@@ -61,6 +63,20 @@ class _Snapshot(Collector):
             counter = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
             counter.add_metric([self._model], value)
             yield counter
+
+
+class LoopCounter(Collector):
+    """A counter for what happens with every token: it belongs to the event loop's thread and needs no lock."""
+
+    def __init__(self, name: str, text: str, model: str) -> None:
+        self._name, self._text, self._model = name, text, model
+        self._created_s = time.time()
+        self.value = 0
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(self._name, self._text, labels=["model_name"])
+        family.add_metric([self._model], self.value, created=self._created_s)
+        yield family
 
 
 class LoopHistogram(Collector):
@@ -103,8 +119,9 @@ class Metrics:
             family = Histogram(PREFIX + name, text, ["model_name"], buckets=buckets, registry=self.registry)
             return family.labels(model)
 
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished sequences.")
-        self.generation_tokens = counter("generation_tokens", "Tokens generated.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of sequences that have their first token.")
+        self.generation_tokens = LoopCounter(PREFIX + "generation_tokens", "Tokens generated.", model)
+        self.registry.register(self.generation_tokens)
         self.first_token_s = histogram("time_to_first_token_seconds", "From arrival to the first token.", _FIRST_S)
         self.between_tokens_s = LoopHistogram(
             PREFIX + "inter_token_latency_seconds", "Between tokens of one sequence.", model, _BETWEEN_S
@@ -118,6 +135,18 @@ class Metrics:
             registry=self.registry,
         )
         self.finished = {reason: finished.labels(model, reason.value) for reason in FinishReason}
+
+        self._refused = Counter(
+            PREFIX + "requests_refused",
+            "Requests answered with an error, by HTTP status and the error's code.",
+            ["model_name", "status", "code"],
+            registry=self.registry,
+        )
+        self._model = model
+
+    def refused(self, error: ApiError) -> None:
+        """Count a request whose answer is this error."""
+        self._refused.labels(self._model, str(error.status), error.code or "").inc()
 
     def render(self) -> bytes:
         """The text exposition format."""

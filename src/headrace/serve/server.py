@@ -7,11 +7,13 @@ import contextlib
 import gc
 import logging
 import signal
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 
 import uvicorn
 from starlette.applications import Starlette
 
+from headrace.base.errors import InvalidInput
 from headrace.serve.connection import connections
 from headrace.serve.gate import Gate
 
@@ -21,15 +23,37 @@ log = logging.getLogger("headrace.serve")
 class _Server(uvicorn.Server):
     """uvicorn without its own signal handling, which would end the process by the signal instead of with code 0."""
 
+    def __init__(self, config: uvicorn.Config, listening: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._listening = listening
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            await super().startup(sockets)
+        except SystemExit:  # what was wrong has been logged
+            where = f"{self.config.host}:{self.config.port}"
+            raise InvalidInput(f"cannot listen on {where}", field="port", remedy="choose another") from None
+        if self.started:
+            self._listening()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
 async def run(
-    app: Starlette, *, host: str, port: int, drain_s: float, stall_limit_s: float, access_log: bool = False
+    app: Starlette,
+    *,
+    host: str,
+    port: int,
+    drain_s: float,
+    stall_limit_s: float,
+    access_log: bool = False,
+    listening: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then drain and return; raises `SystemExit` 1 if the address is taken.
+    """Serve until SIGTERM or SIGINT, then drain and return; raises `InvalidInput` if the address is taken.
+
+    `listening` is called once clients can connect.
 
     Draining: new requests get 503, running ones may finish for `drain_s` seconds, the rest ends with an error. A
     second signal ends the wait. A client that takes nothing of its answer for `stall_limit_s` seconds is cut off.
@@ -47,7 +71,7 @@ async def run(
         timeout_graceful_shutdown=5,
         lifespan="on",
     )
-    server = _Server(config)
+    server = _Server(config, listening)
     gate: Gate = app.state.gate
     loop = asyncio.get_running_loop()
     signalled = asyncio.Event()
