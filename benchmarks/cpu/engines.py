@@ -11,6 +11,8 @@ import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import instructions
+
 
 @dataclass
 class Engine:
@@ -24,6 +26,13 @@ class Engine:
     env: dict[str, str] = field(default_factory=dict)
     port: int = 0
     process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the running server."""
+        if self.process is None:
+            raise RuntimeError(f"{self.name} does not run")
+        return self.process.pid
 
     def start(self, logs: Path, patience_s: float = 300.0) -> None:
         with socket.socket() as s:
@@ -55,10 +64,20 @@ class Engine:
             self.process.wait()
 
 
-def headrace(backend: str) -> Engine:
+def limited(engine: Engine, **limits: str) -> Engine:
+    """The same engine held to AVX2 by its environment. A llama-server must be built for it."""
+    engine.env = engine.env | instructions.COMMON | limits
+    return engine
+
+
+def headrace(backend: str, avx2: bool = False) -> Engine:
     command = [str(Path(sys.executable).with_name("headrace")), "serve", "smollm2-135m", "--port", "{port}"]
     command += ["--backend", backend, "--served-model-name", "smollm2"]
-    return Engine(f"headrace-{backend}", command)
+    if not avx2:
+        return Engine(f"headrace-{backend}", command)
+    if backend == "native":
+        command += ["--option", "kernels=avx2"]
+    return limited(Engine(f"headrace-{backend}", command), **instructions.TORCH)
 
 
 def llama(server: Path, gguf: Path, *, flash: bool, parallel: int, works: tuple[str, ...]) -> Engine:

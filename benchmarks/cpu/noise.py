@@ -15,7 +15,7 @@ def _busy_s() -> float:
 
 def _own_s(roots: list[int]) -> float:
     total = 0.0
-    for process in {p for root in roots for p in _family(root)}:  # a root may be another's child
+    for process in {p for root in roots for p in family(root)}:  # a root may be another's child
         try:
             t = process.cpu_times()
         except psutil.NoSuchProcess:
@@ -24,7 +24,8 @@ def _own_s(roots: list[int]) -> float:
     return total
 
 
-def _family(root: int) -> list[psutil.Process]:
+def family(root: int) -> list[psutil.Process]:
+    """A process and all that descend from it, as far as they still run."""
     try:
         process = psutil.Process(root)
         return [process, *process.children(recursive=True)]

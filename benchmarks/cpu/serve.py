@@ -15,8 +15,9 @@ import statistics
 import time
 from pathlib import Path
 
+import instructions
 from client import Mismatch, drive
-from engines import Engine, headrace, llama, openvino, transformers_static, vllm
+from engines import Engine, headrace, limited, llama, openvino, transformers_static, vllm
 from noise import Noise, machine, wait_idle
 from scipy.stats import t as student
 from works import WORKS, corpus
@@ -29,22 +30,29 @@ MEASURE = {
     "c32": ("output_tokens_per_s", True),
     "prefix": ("wall_s", False),
 }
+# Of the CPU time of an engine held to AVX2, that of threads which used AVX-512: a moment in a main thread is no use of it.
+AVX512_SHARE = 0.2
 
 
 def engines(a: argparse.Namespace) -> list[Engine]:
-    found = [headrace(b) for b in a.backends.split(",")]
+    avx2 = a.instructions == "avx2"
+    found = [headrace(b, avx2) for b in a.backends.split(",")]
     small, large = ("single", "prefill", "c8", "prefix"), ("c32",)
     for gguf in a.gguf:
         for flash in (True, False) if a.both_flash else (True,):
-            found += [
+            served = [
                 llama(a.llama_server, gguf, flash=flash, parallel=n, works=w) for n, w in ((8, small), (32, large))
             ]
+            found += [limited(e) for e in served] if avx2 else served
     if a.vllm:
-        found.append(vllm(a.vllm, a.hf_folder))
+        server = vllm(a.vllm, a.hf_folder)
+        found.append(limited(server, **instructions.TORCH) if avx2 else server)
     if a.transformers_python:
-        found.append(transformers_static(a.transformers_python, a.hf_folder))
+        server = transformers_static(a.transformers_python, a.hf_folder)
+        found.append(limited(server, **instructions.TORCH) if avx2 else server)
     if a.openvino_python:
-        found.append(openvino(a.openvino_python, a.openvino_gguf))
+        server = openvino(a.openvino_python, a.openvino_gguf)
+        found.append(limited(server, **instructions.OPENVINO) if avx2 else server)
     return found
 
 
@@ -75,12 +83,20 @@ def main() -> None:
     p.add_argument("--transformers-python", type=Path)
     p.add_argument("--openvino-python", type=Path)
     p.add_argument("--openvino-gguf", type=Path, help="the Q8_0 file, which OpenVINO keeps as int8")
+    p.add_argument(
+        "--instructions",
+        choices=("all", "avx2"),
+        default="all",
+        help="avx2: every engine without AVX-512 (a llama-server built for it); a figure during which one used it is left out",
+    )
     p.add_argument("--quiet-cores", type=float, default=0.15, help="foreign load above which a figure is marked")
     p.add_argument("--patience", type=float, default=60.0, help="seconds to wait for quiet before each figure")
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
     log = a.out / "raw.jsonl"
     raw: list[dict[str, object]] = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    if {row.get("instructions", "all") for row in raw} - {a.instructions} and not a.summarize:
+        p.error(f"{log} holds figures with other instructions; take another folder")
     if not a.summarize:
         measure(a, raw)
     found = summary(raw, a.quiet_cores)
@@ -97,7 +113,7 @@ def measure(a: argparse.Namespace, raw: list[dict[str, object]]) -> None:
             engine.start(a.out)
             running.append(engine)
             print(f"up: {engine.name}", flush=True)
-        roots = [e.process.pid for e in running if e.process]
+        roots = [e.pid for e in running]
         for engine in running:  # warm: first kernels, allocators, caches of code
             for work in ("single", "prefill"):
                 if engine.works is None or work in engine.works:
@@ -108,12 +124,14 @@ def measure(a: argparse.Namespace, raw: list[dict[str, object]]) -> None:
                 for engine in turn if repeat % 2 == 0 else reversed(turn):
                     wait_idle(roots, a.quiet_cores, a.patience)
                     row: dict[str, object] = {"engine": engine.name, "work": name, "repeat": repeat}
-                    with Noise(roots) as noise:
+                    row["instructions"] = a.instructions
+                    with Noise(roots) as noise, instructions.Avx512Use(engine.pid) as wide:
                         try:
                             row |= asyncio.run(drive(engine.port, engine.api, engine.model, WORKS[name](ids, repeat)))
                         except (Mismatch, OSError) as error:
                             row["failed"] = str(error)
                     row |= {"foreign_cores": noise.foreign, "at": time.strftime("%Y-%m-%dT%H:%M:%S")}
+                    row["avx512_share"] = wide.share
                     raw.append(row)
                     with (a.out / "raw.jsonl").open("a") as out:
                         out.write(json.dumps(row) + "\n")
@@ -127,14 +145,18 @@ def summary(raw: list[dict[str, object]], quiet_cores: float) -> dict[str, objec
     """Medians per engine and work, ratios of each of our backends to each peer, and the machine.
 
     A figure taken while other processes used more than `quiet_cores` is left out here (it stays in raw.jsonl): engines
-    suffer differently from a busy neighbour, so such a row compares the neighbour.
+    suffer differently from a busy neighbour, so such a row compares the neighbour. So is one of a run held to AVX2 during
+    which the engine used AVX-512.
     """
     kept: dict[str, dict[str, dict[int, float]]] = {}
-    disturbed = 0
+    disturbed = beyond = 0
+    limits = {str(row.get("instructions", "all")) for row in raw}
     for row in raw:
         figure = MEASURE[str(row["work"])][0]
         if float(row["foreign_cores"]) > quiet_cores:  # type: ignore[arg-type]
             disturbed += 1
+        elif row.get("instructions") == "avx2" and float(row["avx512_share"]) > AVX512_SHARE:  # type: ignore[arg-type]
+            beyond += 1
         elif figure in row:
             kept.setdefault(str(row["work"]), {}).setdefault(str(row["engine"]), {})[int(row["repeat"])] = float(
                 row[figure]
@@ -153,6 +175,7 @@ def summary(raw: list[dict[str, object]], quiet_cores: float) -> dict[str, objec
     left_out = {"quiet_cores": quiet_cores, "left_out": disturbed, "repeats": repeats}
     return {
         "machine": machine(),
+        "instructions": {"allowed": sorted(limits), "left_out_for_avx512": beyond},
         "quiet": left_out,
         "measure": {w: MEASURE[w][0] for w in kept},
         "medians": medians,
