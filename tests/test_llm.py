@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headrace import LLM, Completion, SamplingParams
-from headrace.base.errors import DoesNotFit, InvalidInput
+from headrace.base.errors import DoesNotFit, InvalidInput, UnsupportedModel
 from headrace.control.api import FinishReason
 from headrace.spec.config import EngineConfig
 
@@ -271,3 +273,10 @@ def test_a_pool_larger_than_the_memory_is_refused_by_the_option_that_asked_for_i
     assert caught.value.field == field
     fitting = int((caught.value.remedy or "").split(f"set {field} to ")[1].split()[0])
     assert 0 < fitting < beyond
+
+
+def test_a_model_of_another_shape_is_told_which_are_computed(tmp_path: Path) -> None:
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "falcon", **shape}))
+    with pytest.raises(UnsupportedModel, match=r"falcon is not computed here, only gemma2, .*llama.*qwen3-moe"):
+        LLM(str(tmp_path), load_format="dummy")

@@ -11,7 +11,7 @@ _ROPE_SCALINGS = ("none", "linear", "llama3", "yarn", "longrope")
 def unsupported(spec: ModelSpec) -> str | None:
     """None if every part of `spec` is computed, else the first that is not, in one line."""
     if spec.model_type.replace("_", "-") not in MODELS.names():
-        return f"model_type {spec.model_type} has no file in headrace.engine.models"
+        return f"model_type {spec.model_type} is not computed here, only {', '.join(sorted(MODELS.names()))}"
     reasons = (
         (spec.norm_kind != "rms" or spec.norm_bias, "layer norms with a mean or a bias"),
         (not spec.final_norm, "a missing final norm"),
