@@ -80,17 +80,16 @@ def test_queries_that_nobody_reads_are_not_projected(tmp_path, monkeypatch):
 
     model, folder = tiny_model(tmp_path, "llama-mha")
     monkeypatch.setattr(runner, "LAST_TOKENS", 1)
-    runs = engine(folder, num_blocks=300, max_model_len=512)
+    runs = engine(folder, max_model_len=256)
     of, spans = runs.executor.runner, []
     of._graphed = False  # captured steps project all of them
     real = of._decoder.run
     monkeypatch.setattr(of._decoder, "run", lambda s, *a, **k: (spans.append(s.last_rows), real(s, *a, **k))[1])
     rng = random.Random(4)
-    first, second, third = (runs.add([rng.randrange(3, VOCAB) for _ in range(n)], logprobs=VOCAB) for n in (9, 300, 70))
-    runs.step([(first, 9), (second, 150)])
-    runs.step([(first, 1), (second, 150), (third, 70)])
-    runs.step([(first, 1), (second, 1), (third, 1)])
-    assert spans[:2] == [[(0, 9)], [(0, 1), (1 + 128, 151), (151, 221)]]  # tiles of 128
+    first, second, third = (runs.add([rng.randrange(3, VOCAB) for _ in range(n)], logprobs=VOCAB) for n in (5, 131, 3))
+    runs.step([(first, 5), (second, 131)])
+    runs.step([(first, 1), (second, 1), (third, 3)])
+    assert spans == [[(0, 5), (5 + 128, 5 + 131)], [(0, 2), (2, 5)]]  # tiles of 128
     for sequence in (first, second, third):
         wanted = reference(model, sequence.tokens).numpy()
         assert np.abs(dense(sequence.logprobs) - wanted[len(sequence.prompt) - 1 : -1]).max() < TOLERANCE
@@ -177,7 +176,10 @@ def test_every_kind_of_step_has_kernels_to_compile(tmp_path, name):
     mixed = DeviceStep(blank[:4], blank[:4], blank[:4], 2, blank[:4].view(1, 4), blank[:2].view(1, 2), 64)
     assert len(alone) > 3
     # Of kinds of layers that differ in their window alone, each has kernels of its own.
-    kinds = len({layer.mixer for layer in locate(str(folder)).spec().layers})
+    mixers = [layer.mixer for layer in locate(str(folder)).spec().layers]
+    kinds = len(set(mixers))
+    assert {mixers[i] for i in decoder._some} == set(mixers)
+    assert decoder._some[-1] == len(mixers) - 1
     assert len(decoder.compile_jobs(mixed, others=False)) == 3 * kinds
     assert len(decoder.decode_jobs(mixed)) == kinds
     runs.close()

@@ -146,6 +146,7 @@ class Decoder:
         self.tables = torch.full((layout.num_groups, limits.max_num_seqs, blocks), -1, dtype=torch.int32, device=device)
         self.last_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device)
         self._places = [layout.place(i) for i in range(spec.num_layers)]
+        self._some = self._one_of_each_kind()
         ropes = list(dict.fromkeys(a.rope for a in self._mixers if a.rope is not None))
         self._turns = {r: rotation_rows(r, limits.max_model_len, device) for r in ropes}
         self._no_turn = torch.zeros(limits.max_model_len, 2, device=device)
@@ -189,6 +190,33 @@ class Decoder:
         self._squares = torch.empty(2, triton.cdiv(hidden, 16), MAX_ROWS.value, dtype=torch.float32, device=device)
         # Fused products need the plain pre-norm block.
         self._fusable = all(layer.num_norms == 2 and layer.mlp.gated for layer in spec.layers)
+
+    def _one_of_each_kind(self) -> list[int]:
+        """Layers that between them launch every version of a kernel that any layer does; pointers' alignment makes versions, too."""
+        layers = range(self._spec.num_layers)
+        if not all(isinstance(m, torch.Tensor) for m in self._weights.matrices()):
+            return list(layers)
+        first: dict[tuple[object, ...], int] = {}
+        for i in layers:
+            layer, w = self._spec.layers[i], self._weights.layers[i]
+            staged = None if self.staged is None else self.staged.layers[i]
+            names = (
+                "attn_norm",
+                "post_attn_norm",
+                "mlp_norm",
+                "post_mlp_norm",
+                "q_norm",
+                "k_norm",
+                "qkv",
+                "out",
+                "up",
+                "down",
+            )
+            biases = ("qkv_bias", "out_bias", "up_bias", "down_bias")
+            held = [*(getattr(w, n) for n in (*names, *biases)), *self.pool.layer(self._places[i][1]), staged]
+            aligned = [None if t is None else t.data_ptr() % 16 for t in held]
+            first.setdefault((self._places[i][0], layer.mixer, layer.mlp, layer.num_norms, *aligned), i)
+        return sorted({*first.values(), layers[-1]})
 
     @staticmethod
     def _qkv_width(a: Attention) -> int:
@@ -282,7 +310,7 @@ class Decoder:
         products: list[object] = []
         if self.fused(rows):
             products = list(self._fused_configs(rows))
-        return (*products, self._head_config(rows), *self.decode_kernel(rows))
+        return (*products, self.head_config(rows), *self.decode_kernel(rows))
 
     def decode_kernel(self, rows: int) -> tuple[int, ...]:
         """What tells the kernels of decode attention of so many rows from those of other sizes."""
@@ -293,13 +321,16 @@ class Decoder:
         """Whether the choice after a decode step may be launched before the head has ended."""
         spec = self._spec
         plain = spec.logit_scale == 1.0 and spec.logit_softcap is None
-        return self._pdl and plain and self.fused(rows) and self._head_config(rows) is not None and step.picked is None
+        return self._pdl and plain and self.fused(rows) and self.head_config(rows) is not None and step.picked is None
 
-    def run(self, step: DeviceStep, bad_rows: torch.Tensor | None = None, *, head: bool = True) -> torch.Tensor | None:
+    def run(
+        self, step: DeviceStep, bad_rows: torch.Tensor | None = None, *, head: bool = True, some_layers: bool = False
+    ) -> torch.Tensor | None:
         """Compute a step: keys and values into the pool, and fp32 logits of the picked rows, in a persistent buffer.
 
         `bad_rows` [rows] int32 gets 1 where a row's hidden state is not finite at the end, or where the last layer begins if
-        only picked rows go through all of it. Without `head` no logits are made.
+        only picked rows go through all of it. Without `head` no logits are made. `some_layers`: what comes out counts for nothing,
+        so one of each kind will do, and the last.
         """
         if self.planner is not None and step.planned is None:
             raise RuntimeError("the step's attention was not planned")
@@ -313,16 +344,17 @@ class Decoder:
                 step.ids, step.slots, self.last_ids, weights.embedding, x, scale, gain=weights.layers[0].attn_norm,
                 gained=gained, pdl=self._pdl,
             )  # fmt: skip
-            for i in range(len(weights.layers)):
+            for i in self._some if some_layers else range(len(weights.layers)):
                 self._fused_layer(i, x, gained, step)
-            if step.picked is None and self._head_config(rows) is not None:
+            if step.picked is None and self.head_config(rows) is not None:
                 return self._capped(self._skinny_head(gained, self.logits[:rows], pdl=self._pdl))
         else:
             embed(step.ids, step.slots, self.last_ids, weights.embedding, x, scale, pdl=self._pdl)
             pending, post = None, None
             last = len(weights.layers) - 1
             pruned = step.picked is not None and not step.keep_all
-            for i, w in enumerate(weights.layers):
+            for i in self._some if some_layers else range(len(weights.layers)):
+                w = weights.layers[i]
                 if i == last and pruned:
                     return self._last_layer(i, w, x, pending, post, step, bad_rows)
                 pending, post = self._layer(i, w, x, pending, post, step)
@@ -343,17 +375,18 @@ class Decoder:
         logits = self.logits[:rows] if out is None else out
         h = self._h[:rows]
         add_norm(x, None, self._weights.final_norm, h, self._eps, pdl=self._pdl)
-        if self._head_config(rows) is not None:
+        if self.head_config(rows) is not None:
             self._skinny_head(h, logits)
         else:
             product(h, self._weights.head, logits)
         return self._capped(logits)
 
-    def _head_config(self, rows: int) -> GemmConfig | None:
+    def head_config(self, rows: int) -> GemmConfig | None:
+        """How the output head of so many rows is multiplied; None: by the library."""
         return self._products.config(rows, self._weights.head)
 
     def _skinny_head(self, x: torch.Tensor | Gained, logits: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
-        config = self._head_config(len(logits))
+        config = self.head_config(len(logits))
         self._products.fused(x, self._weights.head, logits, config, eps=self._eps, pdl=pdl)
         return logits
 
@@ -645,7 +678,7 @@ class Decoder:
                     pdl=self._pdl,
                 )
             )
-            if self._head_config(rows) is not None:
+            if self.head_config(rows) is not None:
                 jobs.append(lambda: self._skinny_head(gained, self.logits[:rows], pdl=self._pdl))
             return jobs
         w, mlp = weights.layers[0], self._spec.layers[0].mlp

@@ -8,6 +8,7 @@ on the host (penalties, grammars).
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -48,6 +49,8 @@ projected there; each span is a product of its own."""
 SORTED_ROWS = 32
 """From so many rows on, the longest contexts go first: attention that starts last should end soon."""
 COMPILE_THREADS = 12
+COMPILE_SWITCH_S = 0.0005
+"""How long one of them may keep the interpreter while others wait for it."""
 
 _LOGIT_ROWS = 64
 """Rows of logits held at once while prompt log-probabilities are computed."""
@@ -172,7 +175,7 @@ class Runner:
         for rows in self._sizes[::-1].tolist():
             for shared in (False, True) if self._one_group and rows >= 4 else (False,):
                 step, ids, bad, sample_slots = self._padding(rows, shared)
-                self._launch_decode(step, ids, bad, sample_slots)
+                self._launch_decode(step, ids, bad, sample_slots, some_layers=graphs)
                 if graphs:
                     self.graphs.capture(
                         (rows, shared),
@@ -227,6 +230,11 @@ class Runner:
                 ids = blank[: count + 16]
                 step = DeviceStep(ids, ids, ids, count, blank[4:8].view(1, 4), blank[4:6].view(1, 2), SHORT_TILE)
                 jobs_beside += decoder.decode_jobs(step)
+        # Heads of mixed steps, whose rows are normed by a kernel before.
+        heads = {decoder.head_config(n): n for n in {self._mixed_logits(r, t) for _, r, t in self._mixed_sizes()}}
+        for config, n in heads.items():
+            if config is not None:
+                jobs.append(lambda n=n: decoder.head(decoder.picked_x[:n]))
         one, rules = out[2, :1], torch.ones(1, 5, device=self._device)
         jobs.append(lambda: draw(decoder.logits[:1], out[0], decoder.last_ids, one, one, rules))
         jobs.append(lambda: greedy(decoder.logits[:1], out[0], out[2], decoder.last_ids, one, masked=True))
@@ -247,8 +255,15 @@ class Runner:
             job()
 
         threads = COMPILE_THREADS if separate_launchers() else 1
-        with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
-            list(pool.map(one_job, jobs))
+        # A thread back from the compiler's own code waits for the interpreter behind all that translate a kernel just then, and
+        # each of these keeps it that long.
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(COMPILE_SWITCH_S)
+        try:
+            with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
+                list(pool.map(one_job, jobs))
+        finally:
+            sys.setswitchinterval(interval)
         torch.cuda.synchronize(self._device)
 
     def _mixed_padding(self, kind: str, rows: int, tokens: int) -> Packed:
@@ -265,7 +280,7 @@ class Runner:
         """The same for steps of running sequences beside a short chunk of prompts."""
         for kind, rows, tokens in self._mixed_sizes():
             step, sample = self._mixed_step(self._mixed_padding(kind, rows, tokens), rows)
-            self._launch_mixed(step, sample)
+            self._launch_mixed(step, sample, some_layers=graphs)
             if graphs:
                 self.graphs.capture((kind, rows, tokens), lambda s=step, t=sample: self._launch_mixed(s, t))
 
@@ -299,10 +314,14 @@ class Runner:
                 "counts": np.array(counts),
                 "gathered": cached.sum(keepdims=True),
             }
-        logits = min(rows + most, self._decoder.rows)
+        logits = self._mixed_logits(rows, tokens)
         picks, slots = np.zeros(logits, np.int32), np.full(logits, -1, np.int32)
         picks[: len(picked)], slots[: len(sample)] = picked, sample
         return {"chunks": padded, "tiles": all_tiles, "picked": picks, "sample": slots, **deep}
+
+    def _mixed_logits(self, rows: int, tokens: int) -> int:
+        """Rows of logits of a graphed mixed step."""
+        return min(rows + tokens // 16, self._decoder.rows)
 
     def _mixed_step(self, meta: Packed, rows: int) -> tuple[DeviceStep, torch.Tensor]:
         step = DeviceStep(
@@ -314,9 +333,9 @@ class Runner:
             step.counts, step.gathered = meta["counts"], meta["gathered"]
         return step, meta["sample"]
 
-    def _launch_mixed(self, step: DeviceStep, sample: torch.Tensor) -> None:
+    def _launch_mixed(self, step: DeviceStep, sample: torch.Tensor, *, some_layers: bool = False) -> None:
         count = len(sample)
-        logits = self._decoder.run(step, self._bad_rows[: len(step.ids)])
+        logits = self._decoder.run(step, self._bad_rows[: len(step.ids)], some_layers=some_layers)
         greedy(logits, self._out[0, :count], self._out[1, :count], self._decoder.last_ids, sample)
 
     def _padding(self, rows: int, shared: bool):
@@ -345,9 +364,9 @@ class Runner:
             step.firsts, step.prefix_tiles = meta["firsts"], meta["prefix"].view(-1, 3)
         return step, self._out[0, :rows], self._out[1, :rows], meta["sample"]
 
-    def _launch_decode(self, step: DeviceStep, ids, bad, sample_slots) -> None:
+    def _launch_decode(self, step: DeviceStep, ids, bad, sample_slots, *, some_layers: bool = False) -> None:
         rows = len(ids)
-        logits = self._decoder.run(step)
+        logits = self._decoder.run(step, some_layers=some_layers)
         greedy(logits, ids, bad, self._decoder.last_ids, sample_slots, pdl=self._decoder.greedy_pdl(rows, step))
 
     # Steps
