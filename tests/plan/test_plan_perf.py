@@ -417,6 +417,16 @@ def test_balancing_attention_replicas_delays_the_first_token_only():
     assert traffic(resolve(msgspec.structs.replace(run, engine="sglang"))).loop.held_steps == 0.0
 
 
+def test_drawn_lengths_take_what_their_mean_takes():
+    change = msgspec.structs.replace
+    asked = Inputs(model="llama-3.1-8b", gpu="h100-sxm-80", isl=1000, osl=500, concurrency=32)
+    drawn, mean = (traffic(resolve(change(asked, **c))) for c in ({"shortest": 0.8}, {"isl": 900, "osl": 450}))
+    assert drawn.loop == mean.loop
+    for wrong in ({"shortest": 0.0}, {"shortest": 1.5}, {"shortest": 0.8, "equal_lengths": True}):
+        with pytest.raises(InvalidInput, match=r"shortest|drawn"):
+            resolve(change(asked, **wrong))
+
+
 def test_prompts_that_gather_wait_for_their_batch():
     """Counted one by one: prompts kept back until there are enough or the first has waited long enough."""
 

@@ -95,6 +95,9 @@ def perf(
     equal_lengths: Annotated[
         bool, typer.Option("--equal-lengths", help="all prompts and all answers have exactly these lengths")
     ] = False,
+    shortest: Annotated[
+        float, typer.Option(help="lengths are drawn evenly from this share of --isl and --osl on")
+    ] = 1.0,
     mixed_chunk: Annotated[
         bool, typer.Option("--mixed-chunk", help="sglang: it decodes in steps that prefill (its --enable-mixed-chunk)")
     ] = False,
@@ -127,6 +130,7 @@ def perf(
         acceptance=acceptance,
         prefix_hit_rate=prefix_hit_rate,
         equal_lengths=equal_lengths,
+        shortest=shortest,
         mixed_chunk=mixed_chunk,
         batch_wait_steps=batch_wait_steps,
         batch_wait_share=batch_wait_share,

@@ -35,6 +35,7 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
     do not say whether it is per instance ("unstated"): then more than twice what one instance holds counts as spread. "server": a
     published run whose campaign measures one instance.
     `equal_lengths`: all prompts and all answers are equally long, as load generators send them that are told no spread.
+    `shortest`: lengths are drawn evenly from this share of `isl` and `osl` on.
     `mixed_chunk`: the engine decodes in steps that prefill, where that is a choice (SGLang, off by default).
     `batch_wait_steps`/`batch_wait_share`: a prompt waits so many decode steps for others, until together they are this share
     of a step's token budget (TensorRT-LLM's `batch_wait_timeout_iters` and `batch_wait_max_tokens_ratio`, none by default).
@@ -69,6 +70,7 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
     concurrency_scope: Literal["instance", "server", "unstated"] = "instance"
     equal_lengths: bool = False
     mixed_chunk: bool = False
+    shortest: float = 1.0
     batch_wait_steps: int = 0
     batch_wait_share: float = 0.0
     poll_steps: int = 1
@@ -214,6 +216,10 @@ def _check(inputs: Inputs) -> None:
             field="mixed_chunk",
             remedy="leave it out",
         )
+    if not 0 < inputs.shortest <= 1:
+        raise InvalidInput(f"shortest must be above 0 and at most 1, got {inputs.shortest}", field="shortest")
+    if inputs.equal_lengths and inputs.shortest < 1:
+        raise InvalidInput("lengths are equal or drawn, not both", field="shortest", remedy="leave one out")
     if inputs.batch_wait_steps < 0 or not 0 <= inputs.batch_wait_share <= 1:
         raise InvalidInput(
             "batch_wait_steps must not be negative and batch_wait_share must be from 0 to 1, got "

@@ -224,7 +224,8 @@ def _as_launched(stated: Inputs) -> Inputs:
     campaign = campaign_of(run)
     return msgspec.structs.replace(
         stated,
-        equal_lengths=not campaign.draws_lengths,
+        equal_lengths=campaign.shortest == 1.0,
+        shortest=campaign.shortest,
         concurrency_scope="server" if campaign.per_server else "unstated",
         **campaign.settings(run),
     )

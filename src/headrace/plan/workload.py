@@ -52,7 +52,8 @@ def expected_tokens(acceptance: float, drafts: int) -> float:
 
 
 def traffic(d: Deployment) -> Traffic:
-    """The closed loop of a deployment. `isl` and `osl` must be given; without a concurrency it is as many as fit.
+    """The closed loop of a deployment, of requests of mean length. `isl` and `osl` must be given; without a concurrency it is as
+    many as fit.
 
     Pipeline stages work on as many groups of requests at once: a group's step passes all of them, prompts of others flow
     behind it at the pace of one stage.
@@ -60,6 +61,8 @@ def traffic(d: Deployment) -> Traffic:
     isl, osl = d.inputs.isl, d.inputs.osl
     if isl is None or osl is None:
         raise InvalidInput("isl and osl are needed to predict times", field="isl")
+    mean = (1.0 + d.inputs.shortest) / 2.0
+    isl, osl = max(1, round(isl * mean)), max(1, round(osl * mean))
     memory = rank_memory(d)
     pool = make_pool(d, memory.pool, memory.caches)
     held = isl + round(RESERVED_OUTPUT.get(d.engine, 0.5) * osl)

@@ -64,12 +64,12 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Campaign(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One campaign. `lengths`: those of its prompts and answers, empty for any; `draws_lengths`: they are upper ends of what it
-    draws, else all are equal; `per_server`: a concurrency is that of one instance."""
+    """One campaign. `lengths`: those of its prompts and answers, empty for any; `shortest`: it draws them from this share
+    on, 1 where all are equal; `per_server`: a concurrency is that of one instance."""
 
     name: str
     lengths: tuple[int, ...] = ()
-    draws_lengths: bool = False
+    shortest: float = 1.0
     per_server: bool = False
     models: tuple[str, ...] = ()
     launch: tuple[Launch, ...] = ()
