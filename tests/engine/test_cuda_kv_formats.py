@@ -18,6 +18,8 @@ from test_torch_executor import test_copied_blocks_continue_a_prefix_without_tou
 from torch_steps import Engine
 
 from headrace.control.step import BlockAppend, BlockCopy, Chunk, StepPlan
+from headrace.engine.cuda import runner
+from headrace.engine.cuda.bulk_decode import BulkDecode
 from headrace.engine.executors.cuda import BACKEND
 from headrace.engine.executors.torch import BACKEND as TORCH
 from headrace.spec.accounting import default_block_tokens
@@ -227,6 +229,51 @@ def test_batch_mates_chunks_and_preemption_change_nothing(qwen, kv, weights, mon
         apart = np.abs(dense(again.prompt_logprobs) - dense(sequence.prompt_logprobs))
         assert apart.max() < ROUNDED[kv]
     runs.close()
+
+
+@pytest.mark.skipif(
+    not ON_GPU or torch.cuda.get_device_capability()[0] != 9, reason="needs a GPU of compute capability 9"
+)
+@pytest.mark.parametrize("kv", EIGHT_BITS)
+def test_bulk_copies_and_plain_loads_find_the_same(tmp_path, kv, monkeypatch):
+    """Decode steps as graphs and beside prompts; and both are as near to the torch backend."""
+    monkeypatch.setitem(ROUNDED, kv, 0.35)
+    monkeypatch.setattr(runner, "graph_sizes", lambda most: [1, most])
+    monkeypatch.setattr(runner.Runner, "_mixed_sizes", lambda _: [])
+    sizes = {
+        "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    }  # fmt: skip
+    folder = tiny_model(tmp_path, "llama", **sizes)[1]
+    rng = random.Random(8)
+    given = [[rng.randrange(VOCAB) for _ in range(n)] for n in (3, 15, 16, 40, 61, 130)]
+    found = []
+    for serves in (True, False):
+        if not serves:
+            monkeypatch.setattr(BulkDecode, "serves", lambda *_: False)
+        runs = engine(folder, kv, weights="bf16", block_tokens=16, max_model_len=256)
+        assert runs.executor.runner._decoder.bulk.serves(0) is serves
+        found.append(
+            answers(runs, given, 40)
+            + answers(runs, given, 12, lambda r, s: random_schedule(r, s, random.Random(1), 12))
+        )
+        runs.close()
+    assert_near(*found, kv)
+    whole = engine(folder, kv, TORCH, weights="bf16", block_tokens=16, max_model_len=256)
+    errors = []
+    for answered in found:
+        apart = []
+        for sequence in answered[: len(given)]:
+            same = whole.add(sequence.tokens, prompt_logprobs=VOCAB)
+            whole.generate([same], 1)
+            whole.remove(same)
+            ours = dense(sequence.prompt_logprobs + sequence.logprobs)
+            theirs = dense(same.prompt_logprobs)
+            count = min(len(ours), len(theirs))
+            apart.append(np.abs(ours[:count] - theirs[:count]).ravel())
+        errors.append(np.concatenate(apart).mean())
+    whole.close()
+    print(f"{kv}: mean distance from the torch backend {errors[0]:.5f} by bulk copies, {errors[1]:.5f} by plain loads")
+    assert errors[0] < 1.2 * errors[1]
 
 
 @GPU

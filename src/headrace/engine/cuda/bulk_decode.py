@@ -14,6 +14,12 @@ PAGE = 16
 """Tokens that the kernel takes at once."""
 RING_BYTES = 200 << 10
 """Of shared memory on a multiprocessor, for the rings of all its programs."""
+LINES_BYTES = 256
+"""What a page's scales take of a ring."""
+MOST_BYTES = 1 << 32
+"""Of a layer's INT8 blocks: copies of scales count numbers of two bytes in 31 bits."""
+CODED = ("fp8", "int8")
+"""Formats of keys and values that the kernel reads beside those computed in."""
 MOST_PAGES = 12
 """Pages of a ring beyond which nothing becomes faster."""
 LEAST_PAGES, MANY_ROWS, LEAST_OF_MANY = 8, 32, 64
@@ -27,6 +33,7 @@ class BulkDecode:
         self,
         mixers: list[Attention],
         layout: CacheLayout,
+        num_blocks: int,
         table: GemmTable,
         dtype: torch.dtype,
         device: torch.device,
@@ -36,10 +43,11 @@ class BulkDecode:
     ) -> None:
         self._table, self._sms = table, sms
         self._dim, self._kv_heads = layout.head_dim, layout.num_kv_heads
+        self._code = layout.kv_precision if layout.kv_precision in CODED else ""
         self._plain = [_plain(a) and a.num_kv_heads == layout.num_kv_heads for a in mixers]
-        self.why_not = self._unfit(mixers, layout, dtype, device, capability)
+        self.why_not = self._unfit(mixers, layout, num_blocks, dtype, device, capability)
 
-    def _unfit(self, mixers, layout, dtype, device, capability) -> str | None:
+    def _unfit(self, mixers, layout, num_blocks, dtype, device, capability) -> str | None:
         if device.type != "cuda":
             return "the interpreter cannot run it"
         try:
@@ -47,8 +55,12 @@ class BulkDecode:
         except (ImportError, AttributeError) as e:
             return f"this Triton has no Gluon for Hopper cards ({e})"
         self._kernel = decode_hopper.decode_hopper
-        if layout.kv_precision != {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype):
+        plain = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
+        if layout.kv_precision not in (plain, *CODED):
             return f"keys and values are {layout.kv_precision}"
+        of_a_layer = num_blocks * layout.bytes_per_block // layout.layers_per_group
+        if layout.kv_precision == "int8" and of_a_layer > MOST_BYTES:
+            return f"{num_blocks} blocks are more than the places of their scales can number"
         if not any(self._plain):
             return "all layers have windows, soft caps, sinks, shared keys or rotations of a part of a head"
         group = max(a.num_heads // a.num_kv_heads for a in mixers)
@@ -66,20 +78,24 @@ class BulkDecode:
         return self.why_not is None and self._plain[layer]
 
     def shape(self, rows: int) -> dict[str, int]:
-        """Warps, stages, splits and the least number of pages to a program, of a step of so many rows."""
-        tuned = self._table.bulk_decode(rows, self._dim)
+        """Warps, stages, pages of a warp's step, splits and the least pages to a program, of a step of so many rows."""
+        tuned = self._table.bulk_decode(rows, self._dim, self._code)
         if tuned is not None:
-            splits = max(1, tuned["programs"] // rows)
-            return {"warps": tuned["warps"], "stages": tuned["stages"], "splits": splits, "least": tuned["least"]}
+            rest = {"pages": 1} | {k: v for k, v in tuned.items() if k != "programs"}
+            return rest | {"splits": max(1, tuned["programs"] // rows)}
         # All programs on the card at once, so that none begins late, and rings as deep as that leaves room for.
         heads = rows * self._kv_heads
-        splits = max(1, 2 * self._sms // heads)
-        pages = RING_BYTES // (triton.cdiv(heads * splits, self._sms) * 4 * PAGE * self._dim)
-        warps = 2 if pages >= MOST_PAGES else 1
-        stages = max(3, min(MOST_PAGES, pages) // warps)
+        splits = max(1, (4 if self._code else 2) * self._sms // heads)
+        page_bytes = (2 if self._code else 4) * PAGE * self._dim + (LINES_BYTES if self._code == "int8" else 0)
+        room = min(MOST_PAGES, RING_BYTES // (triton.cdiv(heads * splits, self._sms) * page_bytes))
+        if self._code:
+            shape = {"warps": 1, "stages": max(2, room // 2), "pages": 2}
+        else:
+            warps = 2 if room >= MOST_PAGES else 1
+            shape = {"warps": warps, "stages": max(3, room // warps), "pages": 1}
         if rows <= MANY_ROWS:
-            return {"warps": warps, "stages": stages, "splits": splits, "least": LEAST_PAGES}
-        return {"warps": warps, "stages": stages, "splits": max(splits, 4), "least": LEAST_OF_MANY}
+            return shape | {"splits": splits, "least": LEAST_PAGES}
+        return shape | {"splits": max(splits, 4), "least": LEAST_OF_MANY}
 
     def splits(self, rows: int) -> int:
         """Parts that need room in the workspace."""
@@ -90,7 +106,7 @@ class BulkDecode:
         if self.why_not is not None:
             return ()
         shape = self.shape(rows)
-        return shape["warps"], shape["stages"]
+        return shape["warps"], shape["stages"], shape["pages"]
 
     def run(
         self, qkv, out, kv, tables, slots, positions, work: DecodeWorkspace, heads: int, *, pdl: bool, **given

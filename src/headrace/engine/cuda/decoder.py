@@ -150,7 +150,9 @@ class Decoder:
         ropes = list(dict.fromkeys(a.rope for a in self._mixers if a.rope is not None))
         self._turns = {r: rotation_rows(r, limits.max_model_len, device) for r in ropes}
         self._no_turn = torch.zeros(limits.max_model_len, 2, device=device)
-        self.bulk = BulkDecode(self._mixers, layout, table, dtype, device, sms=sms, capability=capability)
+        self.bulk = BulkDecode(
+            self._mixers, layout, limits.num_blocks, table, dtype, device, sms=sms, capability=capability
+        )
         group = max(a.num_heads // a.num_kv_heads for a in self._mixers)
         self._work = DecodeWorkspace(
             self.rows,
@@ -590,7 +592,7 @@ class Decoder:
         if n and not cascade and self.bulk.serves(i):
             parts.append(lambda: self.bulk.run(
                 qkv[:n], out[:n], kv, tables, step.slots[:n], step.positions[:n], self._work, a.num_heads,
-                scale=rules["scale"], pdl=pdl and n == rows, **given,
+                scale=rules["scale"], scales=scales, pdl=pdl and n == rows, **given,
             ))  # fmt: skip
         elif n:
             if cascade:

@@ -47,8 +47,7 @@ def even(words, CODE: tl.constexpr, DTYPE: tl.constexpr):
     elif ASSEMBLY:
         # A code raised by 128 under the exponent of 1024 is 1152 more than the code.
         found = tl.inline_asm_elementwise(
-            "{ .reg .b32 t, c; mov.b32 c, 0x64806480; xor.b32 t, $1, 0x80808080; prmt.b32 t, t, 0x64646464, 0x4240; "
-            "sub.f16x2 $0, t, c; }",
+            "{ .reg .b32 t, c; mov.b32 c, 0x64806480; lop3.b32 t, $1, 0x00FF00FF, c, 0x6A; sub.f16x2 $0, t, c; }",
             "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
@@ -68,7 +67,7 @@ def odd(words, CODE: tl.constexpr, DTYPE: tl.constexpr):
         found = from_fp8((words >> 8) & 0xFF)
     elif ASSEMBLY:
         found = tl.inline_asm_elementwise(
-            "{ .reg .b32 t, c; mov.b32 c, 0x64806480; xor.b32 t, $1, 0x80808080; prmt.b32 t, t, 0x64646464, 0x4341; "
+            "{ .reg .b32 t, c; mov.b32 c, 0x64806480; shr.b32 t, $1, 8; lop3.b32 t, t, 0x00FF00FF, c, 0x6A; "
             "sub.f16x2 $0, t, c; }",
             "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2,
         )  # fmt: skip
@@ -147,26 +146,43 @@ def coded_along(x, inside, AXIS: tl.constexpr):
 
 
 @triton.jit
+def int8_scale(most, nan):
+    """The scale (fp16) of INT8 codes of vectors whose largest magnitude is `most`; NaN where one of the numbers is (`nan` > 0)."""
+    return tl.where(nan > 0, float("nan"), tl.div_rn(most, 127.0).to(tl.float16))
+
+
+@triton.jit
+def int8_codes(x, step):
+    """The codes (int8) of fp32 numbers whose scale is `step` (fp32)."""
+    # Added to so large a number and taken away again, a number is rounded to the nearest integer, ties to even.
+    near = (tl.div_rn(x, tl.where(step == 0.0, 1.0, step)) + 12582912.0) - 12582912.0
+    return tl.minimum(tl.maximum(near, -127.0), 127.0).to(tl.int32).to(tl.int8)
+
+
+@triton.jit
+def fp8_codes(x):
+    """The E4M3 codes (int8) of fp32 numbers: to the nearest, ties to even, saturated."""
+    size = tl.abs(x)
+    size = tl.where(size > 448.0, 448.0, size)
+    bits = size.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    tiny = (size * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 0xF
+    code = tl.where(size < 0.015625, tiny, normal)
+    return (tl.where(x != x, 0x7F, code) | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.int8)
+
+
+@triton.jit
 def coded(x, CODE: tl.constexpr):
     """fp32 vectors [rows, dims] as codes (int8), their scales (fp16 [rows]; INT8 only) and, in fp32, what these mean."""
     if CODE == INT8:
-        scale = tl.div_rn(tl.max(tl.abs(x), 1), 127.0).to(tl.float16)
-        scale = tl.where(tl.max((x != x).to(tl.int32), 1) > 0, float("nan"), scale)
-        step = scale.to(tl.float32)
-        # Added to so large a number and taken away again, a number is rounded to the nearest integer, ties to even.
-        near = (tl.div_rn(x, tl.where(step == 0.0, 1.0, step)[:, None]) + 12582912.0) - 12582912.0
-        near = tl.minimum(tl.maximum(near, -127.0), 127.0)
-        codes = near.to(tl.int32).to(tl.int8)
-        return codes, scale, codes.to(tl.float32) * step[:, None]
+        scale = int8_scale(tl.max(tl.abs(x), 1), tl.max((x != x).to(tl.int32), 1))
+        step = scale.to(tl.float32)[:, None]
+        codes = int8_codes(x, step)
+        return codes, scale, codes.to(tl.float32) * step
     else:
-        size = tl.abs(x)
-        size = tl.where(size > 448.0, 448.0, size)
-        bits = size.to(tl.int32, bitcast=True)
-        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-        tiny = (size * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 0xF
-        code = tl.where(size < 0.015625, tiny, normal)
-        code = tl.where(x != x, 0x7F, code) | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
-        return code.to(tl.int8), tl.zeros([x.shape[0]], tl.float16), from_fp8(code.to(tl.int16)).to(tl.float32)
+        codes = fp8_codes(x)
+        meant = from_fp8(codes.to(tl.int16) & 0xFF).to(tl.float32)
+        return codes, tl.zeros([x.shape[0]], tl.float16), meant
 
 
 @triton.jit

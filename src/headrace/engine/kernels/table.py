@@ -154,10 +154,11 @@ class GemmTable:
             return None
         return self._decode.get(decode_key(bucket, head_dim, kv), self._decode.get(decode_key(bucket, head_dim)))
 
-    def bulk_decode(self, rows: int, head_dim: int) -> dict[str, int] | None:
-        """The same of attention by bulk copies: warps, stages, programs of each KV head over all rows, least pages of each."""
+    def bulk_decode(self, rows: int, head_dim: int, kv: str = "") -> dict[str, int] | None:
+        """The same of attention by bulk copies: warps, stages, programs of each KV head over all rows, least pages of each, and
+        with codes (`kv`: the cache's format) the pages that a warp takes at once."""
         bucket = next((b for b in DECODE_BUCKETS if rows <= b), None)
-        return None if bucket is None else self._decode.get(decode_key(bucket, head_dim, BULK))
+        return None if bucket is None else self._decode.get(decode_key(bucket, head_dim, BULK + kv))
 
     def guess(self, columns: int, inner: int, *, pair: bool) -> GemmConfig:
         """Enough programs to keep two on every multiprocessor, each with some KiB of weights in flight."""
