@@ -333,7 +333,8 @@ NB_MODULE(_native, mod) {
   nb::class_<Pool>(mod, "Pool")
       .def(nb::init<int, std::vector<int>>(), nb::arg("threads"), nb::arg("pin") = std::vector<int>{}).def_prop_ro("threads", &Pool::threads)
       .def_prop_ro("pulled", &Pool::pulled, "How often a held-up worker was brought to the caller's core.")
-      .def_prop_ro("left", &Pool::left, "How often a worker went away from the caller's core.");
+      .def_prop_ro("left", &Pool::left, "How often a worker went away from the caller's core.")
+      .def_prop_ro("pushed", &Pool::pushed, "How often a worker that had missed loops was sent away from the caller's core.");
 
   nb::class_<PyMatrix>(mod, "Matrix")
       .def("__init__", [](PyMatrix* self, ConstBytes data, int codes, int scales, int zero, int64_t n, int64_t k) {

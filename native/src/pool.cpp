@@ -26,6 +26,8 @@ constexpr auto kSpin = std::chrono::microseconds(100);
 using Clock = std::chrono::steady_clock;
 // After so long the caller looks whether who holds the last items still runs; over kLook a running thread's CPU time grows.
 constexpr auto kStall = std::chrono::microseconds(50), kLook = std::chrono::microseconds(20);
+// A worker that misses so many loops, of 5 to 200 us each, has lost its core.
+constexpr uint64_t kMissed = 8;
 // The longest that the caller sleeps without looking again.
 constexpr auto kNap = std::chrono::microseconds(500);
 
@@ -103,6 +105,7 @@ void Pool::start(Call call, void* ctx, int64_t items) {
   }
   caller_core_.store(this_core(), std::memory_order_relaxed);
   open_.store(++loops_, std::memory_order_seq_cst);
+  if (movable_ && loops_ % kMissed == 0) push_absent();
   if (sleeping_.load(std::memory_order_seq_cst) > 0) {
     std::lock_guard<std::mutex> lock(mutex_);
     wake_.notify_all();
@@ -148,6 +151,19 @@ bool Pool::pull_one() {
   return false;
 }
 
+// A worker that is awake and has missed several loops waits for a core. It may be the caller's, where it would wait for the rest of the
+// step: the system likes to wake a thread where its waker runs, and moves nobody who ran a moment ago.
+void Pool::push_absent() {
+  const int core = this_core();
+  for (int i = 1; i < threads_; i++) {
+    Share& share = shares_[i];
+    const int id = share.id.load(std::memory_order_relaxed);
+    if (id == 0 || share.asleep.load(std::memory_order_relaxed) || loops_ - share.joined.load(std::memory_order_relaxed) <= kMissed) continue;
+    const std::unique_lock<std::mutex> lock(moving_, std::try_to_lock);
+    if (lock && move(id, core, false)) pushed_.fetch_add(1, std::memory_order_relaxed);
+  }
+}
+
 void Pool::leave_callers_core(int index) {
   const int core = this_core();
   if (!movable_ || core < 0 || core != caller_core_.load(std::memory_order_relaxed)) return;
@@ -170,7 +186,9 @@ void Pool::worker(int index) {
       if ((++spins & 63) == 0 && Clock::now() > until) {
         std::unique_lock<std::mutex> lock(mutex_);
         sleeping_.fetch_add(1, std::memory_order_seq_cst);
+        shares_[index].asleep.store(true, std::memory_order_relaxed);
         wake_.wait(lock, [&] { return stop_.load() || !waiting(); });
+        shares_[index].asleep.store(false, std::memory_order_relaxed);
         sleeping_.fetch_sub(1, std::memory_order_seq_cst);
         if (stop_.load()) return;
         leave_callers_core(index);
@@ -182,6 +200,7 @@ void Pool::worker(int index) {
     const uint64_t now = open_.load(std::memory_order_seq_cst);
     if (now != 0 && now != last) {
       last = now;
+      shares_[index].joined.store(now, std::memory_order_relaxed);
       work(index);
     }
     shares_[index].inside.store(false, std::memory_order_seq_cst);

@@ -4,7 +4,8 @@
 //
 // Beside other processes (Linux, threads neither pinned nor more than CPUs): a thread that a neighbour keeps from its core may hold an item that all
 // wait for. The caller sees that such a worker's CPU time stands still, moves it to its own core and sleeps until the item is
-// done; a worker on the caller's core moves itself to another one, since the system often wakes it where it last ran.
+// done; a worker on the caller's core moves itself to another one, since the system often wakes it where it last ran. One that does not even get to run
+// there is sent away by the caller once it has missed some loops.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -28,6 +29,8 @@ class Pool {
   // How often a held-up worker was brought to the caller's core, and how often a worker went away from there, so far.
   int64_t pulled() const { return pulled_.load(std::memory_order_relaxed); }
   int64_t left() const { return left_.load(std::memory_order_relaxed); }
+  // How often a worker that missed loops was sent to other cores than the caller's.
+  int64_t pushed() const { return pushed_.load(std::memory_order_relaxed); }
 
   // Run body(item, thread) for every item in [0, items). Returns when all are done. Not reentrant.
   template <class F>
@@ -50,6 +53,7 @@ class Pool {
   void wait_for_items();
   bool pull_one();
   void leave_callers_core(int index);
+  void push_absent();
 
   int threads_;
   std::vector<std::thread> workers_;
@@ -61,6 +65,8 @@ class Pool {
     int64_t end = 0;
     std::atomic<bool> inside{false};  // the thread may hold an item
     std::atomic<int> id{0};           // of the system, 0 if it cannot be moved
+    std::atomic<bool> asleep{false};
+    std::atomic<uint64_t> joined{0};  // the last loop that the thread took part in
   };
   Call call_ = nullptr;
   void* ctx_ = nullptr;
@@ -77,7 +83,7 @@ class Pool {
   alignas(64) std::atomic<int> caller_core_{-1};
   std::atomic<bool> caller_sleeps_{false};
   std::condition_variable done_;
-  std::atomic<int64_t> pulled_{0}, left_{0};
+  std::atomic<int64_t> pulled_{0}, left_{0}, pushed_{0};
 };
 
 }  // namespace headrace

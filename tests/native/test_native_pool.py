@@ -74,9 +74,9 @@ def test_a_held_up_worker_is_fetched_and_goes_away_again(neighbours):
         os.sched_setaffinity(0, {ours})  # so the only other CPU that the worker may have is the neighbours'
         expected = headrace_native.checksum(data, headrace_native.Pool(1))
         until = time.monotonic() + DEADLINE_S
-        while pool.pulled < 5 or pool.left < 5:
+        while pool.pulled < 5 or pool.left < 5 or pool.pushed < 5:
             assert headrace_native.checksum(data, pool) == expected
-            assert time.monotonic() < until, f"{pool.pulled} workers fetched, {pool.left} gone away"
+            assert time.monotonic() < until, f"{pool.pulled} workers fetched, {pool.left} gone away, {pool.pushed} sent"
         while (
             os.sched_getaffinity(worker) != allowed
         ):  # it goes to the neighbours' CPU and allows itself the others when its turn comes
@@ -98,6 +98,6 @@ def test_pinned_workers_stay(neighbours):
         for _ in range(50):
             headrace_native.checksum(data, pool)
         assert os.sched_getaffinity(worker) == {theirs}
-        assert (pool.pulled, pool.left) == (0, 0)
+        assert (pool.pulled, pool.left, pool.pushed) == (0, 0, 0)
 
     in_own_thread(body)
