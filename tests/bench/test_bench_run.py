@@ -72,6 +72,19 @@ async def test_a_run_leaves_records_samples_and_a_summary(tmp_path: Path) -> Non
     assert len(asked) >= 15, "the warm-up is sent too, and not recorded"
 
 
+@pytest.mark.parametrize("warmup", [0, 3])
+async def test_a_workload_of_which_nothing_fits_the_context_says_so(tmp_path: Path, warmup: int) -> None:
+    async with golden() as (_, url):
+        settings = load(url, warmup=warmup, max_context=20, workload_options={"isl": "50:60", "osl": "4:8"})
+        if warmup:
+            with pytest.raises(InvalidRun, match="fits the context"):
+                await once(settings, tmp_path / "r")
+        else:
+            summary = await once(settings, tmp_path / "r")
+            assert not summary["valid"]
+            assert "fits the context" in summary["invalid_because"][0]
+
+
 async def test_equal_seeds_send_equal_bodies(tmp_path: Path) -> None:
     async with golden() as (_, url):
         hashes = []

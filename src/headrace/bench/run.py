@@ -37,7 +37,7 @@ from headrace.bench.records import (
 )
 from headrace.bench.scrape import Scraper
 from headrace.bench.settings import RunSettings, WriterSettings
-from headrace.bench.summary import summarize
+from headrace.bench.summary import NOTHING_FITS, summarize
 from headrace.bench.worker import RunMeta, ShareReport, Start, drive_share
 from headrace.bench.workloads import find_workload, workload_options
 
@@ -88,6 +88,8 @@ async def run(
     if settings.warmup:
         watch.note(f"warming up with {settings.warmup} requests")
         warm = await _warm_up(settings, arrivals.concurrency if isinstance(arrivals, Closed) else settings.warmup)
+        if not warm:  # only requests that the context has no room for are not sent
+            raise InvalidRun(NOTHING_FITS)
         if all(record.outcome is not Outcome.OK for record in warm):
             raise InvalidRun(f"no warm-up request was answered: {warm[0].outcome}: {warm[0].error}")
     if headroom:

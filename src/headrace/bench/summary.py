@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 SCHEMA = "headrace-bench-summary/1"
 _FAILURES_LISTED = 20
+
+NOTHING_FITS = (
+    "no request of the workload fits the context (--isl or --set ask for shorter ones, --too-long clip shortens them)"
+)
 _EXACT = (TokenSource.CHUNK_USAGE, TokenSource.TOKEN_IDS, TokenSource.ONE_PER_CHUNK)
 
 
@@ -73,7 +77,7 @@ def summarize(
         summary["notes"].append(
             f"other programs used {meta.foreign_cores:.2f} cores during the run: the figures are not those of a quiet machine"
         )
-    summary["invalid_because"] = _invalid(view, settings.max_failures, settings.max_client_delay_s)
+    summary["invalid_because"] = _invalid(view, settings.max_failures, settings.max_client_delay_s, report.skipped)
     summary["valid"] = not summary["invalid_because"]
     return summary
 
@@ -128,10 +132,10 @@ def _excess_hits(view: RunView) -> float:
     return float(sum(max(0, hit - shared - 32) for hit, shared in cached))
 
 
-def _invalid(view: RunView, max_failures: float, max_client_delay_s: float) -> list[str]:
+def _invalid(view: RunView, max_failures: float, max_client_delay_s: float, skipped: int) -> list[str]:
     because = []
     if not view.records:
-        return ["no request was sent"]
+        return [NOTHING_FITS if skipped else "no request was sent"]
     if not view.ok:
         return ["no request was answered completely"]
     failed = 1 - len(view.ok) / len(view.records)
