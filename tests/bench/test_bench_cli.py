@@ -159,8 +159,10 @@ def test_a_command_that_is_told_to_end_stops_what_it_started(url: str, tmp_path:
         time.sleep(0.05)
     process.send_signal(number)
     _, said = process.communicate(timeout=100)
-    assert process.returncode != 0
+    assert process.returncode == 128 + number
     assert "Traceback" not in said
+    assert f"ended by {number.name}" in said
+    assert "bench resume" in said
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
     assert not json.loads((out / "run.json").read_text())["finished"], "it can be resumed"
 

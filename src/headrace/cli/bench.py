@@ -399,7 +399,7 @@ def offline(
         finally:
             await client.close()
 
-    summary = _finish(go())
+    summary = _finish(go(), resumable=False)
     if as_json:
         print(msgspec.json.encode(summary).decode())
     else:
@@ -518,7 +518,7 @@ def _pair(text: str) -> tuple[str, str]:
     return name.strip().replace("-", "_"), value.strip()
 
 
-def _run(work: Coroutine[Any, Any, Any]) -> Any:
+def _run(work: Coroutine[Any, Any, Any], resumable: bool = False) -> Any:
     """Run to the end. SIGTERM ends it as Ctrl-C does: what was started is stopped, what was recorded stays."""
     import signal
 
@@ -543,20 +543,23 @@ def _run(work: Coroutine[Any, Any, Any]) -> Any:
         runner = uvloop.run
     try:
         return runner(until_told())
-    except asyncio.CancelledError:
-        if not told:
+    except (asyncio.CancelledError, KeyboardInterrupt) as ended:
+        number = signal.SIGINT if isinstance(ended, KeyboardInterrupt) else signal.SIGTERM
+        if number is signal.SIGTERM and not told:
             raise
-        print("headrace: ended by SIGTERM", file=sys.stderr)
-        raise typer.Exit(128 + signal.SIGTERM) from None
+        print(
+            f"headrace: ended by {number.name}; what was recorded stays, bench resume FOLDER goes on", file=sys.stderr
+        )
+        raise typer.Exit(128 + number) from None
 
 
-def _finish(work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+def _finish(work: Coroutine[Any, Any, dict[str, Any]], *, resumable: bool = True) -> dict[str, Any]:
     """Run to the end; a run that cannot be done ends the command with code 3 and the reason."""
     from headrace.bench.run import InvalidRun
     from headrace.bench.targets._process import TargetFailed
 
     try:
-        found: dict[str, Any] = _run(work)
+        found: dict[str, Any] = _run(work, resumable)
     except (InvalidRun, TargetFailed) as error:
         _not_valid([str(error)])
     except BaseExceptionGroup as group:
