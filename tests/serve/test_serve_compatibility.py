@@ -64,6 +64,10 @@ async def test_a_tool_loop_that_sends_back_dumped_messages_goes_round(served):
         await served.openai.chat.completions.create(
             model=MODEL, messages=[*USER, said, *results], tools=[TOOL], max_tokens=3
         )
+    deltas = [call.model_dump() | {"index": i} for i, call in enumerate(message.tool_calls)]
+    named = [result | {"name": "now"} for result in results]
+    await served.chat([*USER, {"role": "assistant", "content": None, "tool_calls": deltas}, *named], max_tokens=2)
+    assert len({r.prompt_token_ids for r in served.engine.submitted[1:]}) <= 2  # the index is in none of them
     plain = ChatCompletionMessage(role="assistant", content="hi", annotations=[]).model_dump()
     await served.chat([*USER, plain, *USER], max_tokens=2)
 

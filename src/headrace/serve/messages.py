@@ -52,7 +52,7 @@ def _plain(message: Message) -> dict[str, Any]:
             if message.reasoning_content is not None:
                 plain["reasoning_content"] = message.reasoning_content
             if message.tool_calls:
-                plain["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+                plain["tool_calls"] = [call.model_dump(exclude={"index"}) for call in message.tool_calls]
         case ToolMessage():
             plain["tool_call_id"] = message.tool_call_id
     if name := getattr(message, "name", None):

@@ -61,6 +61,7 @@ class ToolCall(StrictModel):
     id: str
     type: Literal["function"]
     function: FunctionCall
+    index: int | None = Field(None, description="As streamed deltas have it; without effect.")
 
 
 class AssistantMessage(StrictModel):
@@ -83,6 +84,7 @@ class ToolMessage(StrictModel):
     role: Literal["tool"]
     content: Content
     tool_call_id: str
+    name: str | None = Field(None, description="Goes to the chat template.")
 
 
 Message = Annotated[
