@@ -15,7 +15,7 @@ from headrace.engine.cuda.products import MANY_ROWS, Products
 from headrace.engine.cuda.repack import repacked
 from headrace.engine.kernels.gemm import MAX_ROWS, SPECIALIZED_BYTES, Gained, GemmConfig, GemmWorkspace
 from headrace.engine.kernels.quantized import QuantMatrix, dequantize, not_specialized, quantized_gemm
-from headrace.engine.kernels.table import GemmTable, entry_of, specialized_guess
+from headrace.engine.kernels.table import SHIPPED, GemmTable, entry_of, specialized_guess
 from headrace.engine.kernels.unpack import INT4, INT8, MXFP4
 from headrace.engine.quant.formats import form
 
@@ -55,10 +55,8 @@ def test_which_matrices_fit():
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("rows", [65, 128, 129, 256])
-def test_guesses_fit_shared_memory_and_are_taken_only_where_they_run(name, rows, monkeypatch):
+def test_guesses_fit_shared_memory_and_are_taken_only_where_they_run(name, rows):
     w = matrix(name, 512, 256)
-    assert GemmTable("", 132).quantized(rows, w, pair=False, rounded=False, specialized=True) is None
-    monkeypatch.setattr(GemmTable, "untabled_warp_groups", True)
     config = specialized_guess(rows, w)
     assert config.rows >= rows
     assert config.stages * bytes_of_a_block(config, w) <= SPECIALIZED_BYTES
@@ -71,26 +69,21 @@ def test_guesses_fit_shared_memory_and_are_taken_only_where_they_run(name, rows,
     assert here.config(rows, w) is None
 
 
-def test_an_entry_of_a_table_is_taken_where_the_card_runs_it(tmp_path, monkeypatch):
-    entry = {
-        "block_n": 128,
-        "block_k": 128,
-        "split_k": 1,
-        "num_warps": 8,
-        "stages": 6,
-        "block_m": 64,
-        "column_groups": 2,
-    }
-    (tmp_path / "nvidia_h200.json").write_text(json.dumps({"gemm": {"int4_g128:64x14336x4096x2": entry}}))
-    monkeypatch.setattr("headrace.engine.kernels.table.user_folder", lambda: tmp_path)
+def test_shipped_entries_fit_their_products_and_are_for_cards_that_run_them():
+    entries = json.loads((SHIPPED / "nvidia_h200.json").read_text())["gemm"]
+    specialized = {k: v for k, v in entries.items() if v and v.get("block_m") and ":" in k}
     table = GemmTable("NVIDIA H200", 132)
-    w = replace(matrix("int4_g128", 2, 4096), shape=(2 * 14336, 4096))
-    config = table.quantized(64, w, pair=True, rounded=False, specialized=True)
-    assert entry_of(config) == entry
-    assert config.block_m >= 64
-    assert not_specialized(w, config) is None
-    assert config.stages * bytes_of_a_block(config, w) <= SPECIALIZED_BYTES
-    assert not table.quantized(64, w, pair=True, rounded=False).block_m
+    for name, entry in specialized.items():
+        kind, _, shape = name.partition(":")
+        rows, columns, inner, *pair = map(int, shape.split("x"))
+        few = matrix(kind, 2, inner)
+        w = replace(few, shape=(columns * (2 if pair else 1), inner))
+        config = table.quantized(rows, w, pair=bool(pair), rounded=False, specialized=True)
+        assert entry_of(config) == entry
+        assert config.block_m >= rows
+        assert not_specialized(w, config) is None
+        assert config.stages * bytes_of_a_block(config, w) <= SPECIALIZED_BYTES
+        assert not table.quantized(rows, w, pair=bool(pair), rounded=False).block_m
 
 
 @pytest.mark.parametrize("pair", [False, True])
@@ -195,7 +188,6 @@ def test_what_is_fused(name, config):
 def test_more_rows_than_a_tile_and_sums_in_place():
     parts, w = packed_parts("int4_g128", (512,), 384)
     table, work = GemmTable("", 132), GemmWorkspace(9_000_000, 8192, DEVICE, 132)
-    table.untabled_warp_groups = True
     found = repacked(parts)
     products = Products([found], table, work, MANY_ROWS, torch.bfloat16, DEVICE, capability=(9, 0), pdl=False)
     for rows in (257, 700, MANY_ROWS, MANY_ROWS + 1):

@@ -79,10 +79,6 @@ def file_name(card: str) -> str:
 class GemmTable:
     """Configurations of one card by padded rows, columns, inner dimension and whether columns come in pairs."""
 
-    untabled_warp_groups = False
-    """Whether codes of more rows than few take warp groups where no entry says so. Their products are tested on the H200, but
-    the test of whole models (`test_many_rows_equal_the_torch_backend`) has not ended there yet."""
-
     def __init__(self, card: str, sms: int) -> None:
         self._sms = sms
         self.sources: list[str] = []
@@ -128,7 +124,6 @@ class GemmTable:
                 if fits:
                     return found
         if rows > (16 if rounded else 64):
-            specialized = specialized and self.untabled_warp_groups
             return specialized_guess(rows, w) if specialized and not rounded else None
         if direct and rows == 1 and (chosen := direct_guess(w, columns, pair=pair)) is not None:
             return chosen
