@@ -292,11 +292,12 @@ template <class T>
 using Column = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 void sample_rows(Rows logits, Column<const uint8_t> greedy, Column<const uint8_t> untouched, Column<const float> temperature, Column<const int64_t> top_k, Column<const double> top_p,
-                 Column<const float> min_p, Column<const double> uniform, Column<int64_t> ids, Column<uint8_t> state, Pool& pool) {
+                 Column<const float> min_p, Column<const double> uniform, Column<int64_t> ids, Column<uint8_t> state, Pool& pool, const std::string& kernels) {
   const int64_t rows = logits.shape(0), vocab = logits.shape(1);
   for (size_t n : {greedy.shape(0), untouched.shape(0), temperature.shape(0), top_k.shape(0), top_p.shape(0), min_p.shape(0), uniform.shape(0), ids.shape(0), state.shape(0)})
     require((int64_t)n == rows, "sample: columns of different lengths");
-  const Kernels* k = select_kernels("auto");
+  const Kernels* k = select_kernels(kernels.c_str());
+  require(k != nullptr, "sample: no such kernels on this machine");
   nb::gil_scoped_release release;
   pool.run(rows, [&](int64_t r, int) {
     const Rule rule{greedy.data()[r] != 0, untouched.data()[r] != 0, temperature.data()[r], top_k.data()[r], top_p.data()[r], min_p.data()[r], uniform.data()[r]};
@@ -425,7 +426,7 @@ NB_MODULE(_native, mod) {
   }, nb::arg("matrix"), nb::arg("x").noconvert(), nb::arg("out").noconvert(), nb::arg("kernels") = "auto", nb::arg("exact") = false,
      "One product, for tests: out[rows][tiles * 16].");
 
-  mod.def("sample", &sample_rows, nb::arg("logits").noconvert(), nb::arg("greedy").noconvert(), nb::arg("untouched").noconvert(), nb::arg("temperature").noconvert(), nb::arg("top_k").noconvert(), nb::arg("top_p").noconvert(), nb::arg("min_p").noconvert(), nb::arg("uniform").noconvert(), nb::arg("ids").noconvert(), nb::arg("state").noconvert(), nb::arg("pool"),
+  mod.def("sample", &sample_rows, nb::arg("logits").noconvert(), nb::arg("greedy").noconvert(), nb::arg("untouched").noconvert(), nb::arg("temperature").noconvert(), nb::arg("top_k").noconvert(), nb::arg("top_p").noconvert(), nb::arg("min_p").noconvert(), nb::arg("uniform").noconvert(), nb::arg("ids").noconvert(), nb::arg("state").noconvert(), nb::arg("pool"), nb::arg("kernels") = "auto",
           "Choose one token per row. state: 0 chosen, 1 logits not finite, 2 nothing allowed (every logit is -inf).");
   mod.def("logprobs", &logprob_rows, nb::arg("logits").noconvert(), nb::arg("ids").noconvert(), nb::arg("wanted").noconvert(), nb::arg("own").noconvert(), nb::arg("rank").noconvert(), nb::arg("top_ids").noconvert(), nb::arg("top_values").noconvert(), nb::arg("pool"),
           "Log-probability and rank of ids, and the best alternatives of each row.");

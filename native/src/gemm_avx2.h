@@ -191,7 +191,12 @@ static void tile_of(const Matrix& m, int64_t t, const QRows& x, int64_t row0, in
     Unpacked u[kAtOnce];
     for (int64_t g = 0; g < m.groups; g += kAtOnce) {
       const int64_t n = std::min(kAtOnce, m.groups - g);
-      for (int64_t i = 0; i < n; i++) unpack<C, S>(m, tile, g + i, u[i]);
+      for (int64_t i = 0; i < n; i++) {
+        // What is unpacked next, in this tile or the one after it, comes from memory while these are multiplied.
+        const uint8_t* next = m.group(tile, g + i) + kAtOnce * m.group_stride;
+        for (int b = 0; b < code_bytes(C) + group_scale_bytes(S); b += 64) _mm_prefetch((const char*)next + b, _MM_HINT_T1);
+        unpack<C, S>(m, tile, g + i, u[i]);
+      }
       for (r = 0; r + 4 <= rows; r += 4) four_rows<C, S>(u, n, x.row(row0 + r) + g, m.groups, g == 0, out + r * ldo, ldo);
     }
   }

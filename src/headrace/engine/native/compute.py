@@ -35,11 +35,12 @@ class NativeCompute:
         vocab_size: int,
         max_num_seqs: int,
         staging_bytes: int,
+        kernels: str = "auto",
     ) -> None:
         self.vocab_size = vocab_size
         self.kv = buffer(num_blocks * layout.bytes_per_block)
         self._model = model
-        self._pool = pool
+        self._pool, self._kernels = pool, kernels
         self._rotations = rotations
         self._logits = np.empty((0, vocab_size), np.float32)
         self._block_tokens = layout.block_tokens
@@ -105,7 +106,7 @@ class NativeCompute:
         return out
 
     def sample(self, logits: npt.NDArray[np.float32], rows: Rows, state: SamplingState) -> Sampled:
-        return sample(logits, rows, state, self._pool)
+        return sample(logits, rows, state, self._pool, self._kernels)
 
     def token_logprobs(
         self, logits: npt.NDArray[np.float32], ids: npt.NDArray[np.int64], wanted: Sequence[int]

@@ -177,6 +177,7 @@ class NativeModel:
             self.spec.vocab_size,
             limits.max_num_seqs,
             staging,
+            options.kernels,
         )
         self._memory.append(MemoryItem("kv_pool", layout.bytes_per_block * limits.num_blocks, compute.kv.nbytes))
         if staging:

@@ -21,7 +21,9 @@ _BROKEN, _EMPTY = 1, 2
 _NONE = np.empty(0, np.int64)
 
 
-def sample(logits: Floats, rows: Rows, state: SamplingState, pool: headrace_native.Pool) -> Sampled:
+def sample(
+    logits: Floats, rows: Rows, state: SamplingState, pool: headrace_native.Pool, kernels: str = "auto"
+) -> Sampled:
     """Sample each row of `logits` [rows, vocab], which may be changed."""
     slots, count = rows.slots, len(rows.slots)
     indices, columns = rows.indices, state.columns(slots)
@@ -52,6 +54,7 @@ def sample(logits: Floats, rows: Rows, state: SamplingState, pool: headrace_nati
         ids,
         outcome,
         pool,
+        kernels,
     )
     for row in np.flatnonzero(outcome).tolist():
         errors.setdefault(row, NOT_FINITE if outcome[row] == _BROKEN else NOTHING_ALLOWED)
