@@ -1,5 +1,8 @@
 """What clients send that were written for OpenAI's own server or for others: their loops go round here too."""
 
+import gzip
+import json
+
 import pytest
 from openai.types.chat import ChatCompletionMessage
 from serve_harness import MODEL
@@ -146,3 +149,18 @@ async def test_special_tokens_are_shown_when_asked(served):
     hidden = (await served.complete("p"))["choices"][0]["text"]
     shown = (await served.complete("p", skip_special_tokens=False))["choices"][0]["text"]
     assert (hidden, shown) == ("wordword", said)
+
+
+async def test_parts_that_are_no_text_are_told_what_is_taken(served):
+    picture = {"type": "image_url", "image_url": {"url": "http://x"}}
+    messages = [{"role": "user", "content": [{"type": "text", "text": "x"}, picture]}]
+    error = await served.refused("/v1/chat/completions", messages=messages)
+    assert error.message == "messages[0].content[1].type is 'image_url'; supported here: 'text'"
+
+
+async def test_a_compressed_body_is_a_415(served):
+    body = gzip.compress(json.dumps({"model": MODEL, "prompt": "p"}).encode())
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    response = await served.http.post("/v1/completions", content=body, headers=headers)
+    assert response.status_code == 415
+    assert "gzip" in response.json()["error"]["message"]

@@ -32,8 +32,13 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
 
 
 def require_json(scope: Scope) -> None:
-    """415 for a body that says it is something else than JSON; a missing header is taken as JSON."""
-    kind = dict(scope["headers"]).get(b"content-type", b"application/json").split(b";")[0].strip().lower()
+    """415 for a body that says it is compressed or something else than JSON; a missing header is taken as JSON."""
+    headers = dict(scope["headers"])
+    encoding = headers.get(b"content-encoding", b"identity").strip().lower()
+    if encoding not in (b"", b"identity"):
+        text = f"Send the body as it is: Content-Encoding {encoding.decode('latin-1')} is not taken."
+        raise ApiError(415, text, code="unsupported_media_type", headers={"Accept-Encoding": "identity"})
+    kind = headers.get(b"content-type", b"application/json").split(b";")[0].strip().lower()
     if kind != b"application/json" and not kind.endswith(b"+json"):
         raise ApiError(415, "Send the body as application/json.", code="unsupported_media_type")
 

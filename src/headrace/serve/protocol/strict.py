@@ -93,6 +93,8 @@ def _as_api_error(model: type[StrictModel], details: Sequence[ErrorDetails]) -> 
     if kind == "union_tag_not_found":
         path = f"{param}.{str(detail['ctx']['discriminator']).strip(chr(39))}"
         return bad_field(path, f"{path} is required.", "missing_required_parameter")
+    if kind == "literal_error" and isinstance(detail["input"], str):
+        return bad_field(param, f"{param} is {detail['input'][:100]!r}; supported here: {detail['ctx']['expected']}")
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
     return bad_field(param, f"{param}: {detail['msg'].removeprefix('Value error, ')}.", code)
 
