@@ -43,7 +43,7 @@ _ERRORS = {
     "401": "The API key is missing or unknown",
     "404": "There is no such model",
     "413": "The body is too large",
-    "415": "The body is not JSON",
+    "415": "The body is compressed or not JSON",
     "429": "The queue is full; see Retry-After",
     "500": "The engine failed on this request",
     "503": "No requests are taken now; see Retry-After",
