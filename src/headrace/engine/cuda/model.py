@@ -23,6 +23,7 @@ from headrace.engine.cuda.runner import CudaStep, Runner
 from headrace.engine.cuda.upload import Uploader
 from headrace.engine.cuda.weights import DecoderWeights, Quantized, load_weights
 from headrace.engine.grammars import Grammars
+from headrace.engine.kernels.compilers import Compilers
 from headrace.engine.kernels.launchers import spare_checks
 from headrace.engine.kernels.table import GemmTable
 from headrace.engine.models import MODELS
@@ -73,8 +74,10 @@ def load(files: ModelFiles, config: EngineConfig) -> CudaModel:
             field="attention",
             remedy="choose triton, flashinfer or auto",
         )
-    device = torch.device("cpu")
+    device, compilers = torch.device("cpu"), None
     if torch.cuda.is_available():
+        # Copied before weights are under way: with few threads, and no host memory that the device reads.
+        compilers = Compilers()
         device = torch.device("cuda:0" if config.device in ("auto", "cuda") else config.device)
         torch.cuda.set_device(device)
     free = torch.cuda.mem_get_info(device) if device.type == "cuda" else (2 << 30, 2 << 30)
@@ -96,7 +99,7 @@ def load(files: ModelFiles, config: EngineConfig) -> CudaModel:
         predicted = bytes_predicted(spec, form, computed, quantized.plain, quantized.matrices)
     return CudaModel(
         files, spec, loaded, uploader, weights, computed, predicted, _notes(source, form, computed, quantized), kv, device,
-        free, options, config.attention,
+        free, options, config.attention, compilers,
     )  # fmt: skip
 
 
@@ -118,6 +121,7 @@ class CudaModel:
         memory: tuple[int, int],
         options: dict[str, str],
         attention: str = "auto",
+        compilers: Compilers | None = None,
     ) -> None:
         self.spec = spec
         self.weights_precision = weights_precision
@@ -128,6 +132,7 @@ class CudaModel:
         self._uploader = uploader
         self._device = device
         self._attention = attention
+        self._compilers = compilers
         self._free_before, self._total = memory
         self._graphs = options.get("graphs", "1") not in ("0", "false") and device.type == "cuda"
         self._pdl = options.get("pdl", "1") not in ("0", "false")
@@ -175,7 +180,11 @@ class CudaModel:
         runner = Runner(decoder, layout, limits, grammars, spec.vocab_size, group, watch)
         begin = time.perf_counter()
         if cuda:
-            runner.warm_up(graphs=self._graphs)
+            try:
+                runner.warm_up(graphs=self._graphs, compilers=self._compilers)
+            finally:
+                if self._compilers is not None:
+                    self._compilers.close()
             spare_checks()
         warm_s = time.perf_counter() - begin
         self._uploader.finish()
@@ -202,6 +211,7 @@ class CudaModel:
             f"warm-up and {runner.graphs.count} decode graphs took {warm_s:.2f} s ({runner.graphs.capture_s:.2f} s capture)"
             if self._graphs
             else "decode graphs are off",
+            *([] if self._compilers is None else [self._compilers.note()]),
             *attention,
             *(
                 [f"products of more than 32 rows: {decoder.specialized()}", decoder.library.note()]

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -29,6 +30,7 @@ from headrace.engine.cuda.prefixes import shared_prefixes
 from headrace.engine.cuda.sampling import LogprobsInFlight, alter, altered_rows, draw_parameters, logprobs, to_host
 from headrace.engine.grammars import Grammars
 from headrace.engine.kernels.blocks import copy_blocks, scatter
+from headrace.engine.kernels.compilers import Compilers
 from headrace.engine.kernels.launchers import separate_launchers
 from headrace.engine.kernels.prefill import HOPPER_TILE
 from headrace.engine.kernels.sample import draw, greedy
@@ -48,7 +50,8 @@ LAST_TOKENS, LAST_SPANS = 2048, 4
 projected there; each span is a product of its own."""
 SORTED_ROWS = 32
 """From so many rows on, the longest contexts go first: attention that starts last should end soon."""
-COMPILE_THREADS = 12
+COMPILE_THREADS, MORE_THREADS = 12, 4
+"""Threads that compile, and how many more than processes there are where those do: some wait for a C compiler or load what was made."""
 COMPILE_SWITCH_S = 0.0005
 """How long one of them may keep the interpreter while others wait for it."""
 
@@ -155,10 +158,14 @@ class Runner:
 
     # Graphs
 
-    def warm_up(self, *, graphs: bool) -> None:
-        """Compile the kernels of decode steps by running each size on padding alone, then capture the sizes as graphs."""
+    def warm_up(self, *, graphs: bool, compilers: Compilers | None = None) -> None:
+        """Compile the kernels of decode steps by running each size on padding alone, then capture the sizes as graphs.
+
+        `compilers`: processes that do the compiling; without them threads do.
+        """
         if self._cuda:
-            self._compile(self._one_group)
+            with compilers.serving() if compilers else nullcontext():
+                self._compile(self._one_group, 0 if compilers is None else compilers.ready)
         # A collection in the middle of a capture may free what an earlier engine held, which the capture does not survive.
         collecting = gc.isenabled()
         gc.disable()
@@ -182,8 +189,11 @@ class Runner:
                         lambda s=step, i=ids, b=bad, t=sample_slots: self._launch_decode(s, i, b, t),
                     )
 
-    def _compile(self, shareable: bool) -> None:
-        """Compile side by side what would otherwise be compiled one after the other when it is first launched."""
+    def _compile(self, shareable: bool, processes: int = 0) -> None:
+        """Compile side by side what would otherwise be compiled one after the other when it is first launched.
+
+        `processes`: how many of them compile what the threads ask for.
+        """
         jobs: list[Callable[[], object]] = []
         steps: list[DeviceStep] = []
         decoder, out = self._decoder, self._out
@@ -254,7 +264,7 @@ class Runner:
             torch.cuda.set_device(self._device)
             job()
 
-        threads = COMPILE_THREADS if separate_launchers() else 1
+        threads = max(COMPILE_THREADS, processes + MORE_THREADS) if separate_launchers() else 1
         # A thread back from the compiler's own code waits for the interpreter behind all that translate a kernel just then, and
         # each of these keeps it that long.
         interval = sys.getswitchinterval()
