@@ -214,6 +214,14 @@ def few_cores() -> dict:
         compilers.usable_cores = cores
 
 
+def interpreted() -> dict:
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        return facts(Compilers())
+    finally:
+        del os.environ["TRITON_INTERPRET"]
+
+
 def refused() -> dict:
     """A kernel that does not compile says so where it is launched, and the processes go on."""
     made = Compilers(1)
@@ -271,7 +279,7 @@ if __name__ == "__main__":
     told = {}
     for scenario in (
         threads, processes, cached, killed, stopped, too_long, first_copy_gone, first_copy_stopped, no_fork, few_cores,
-        refused, not_found, sockets,
+        interpreted, refused, not_found, sockets,
     ):  # fmt: skip
         from_here_on(scenario.__name__)
         begin = time.monotonic()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import kernel_device  # noqa: F401  (before any kernel)
 import pytest
-
-pytest.importorskip("triton")
 
 KERNELS = 4
 
@@ -50,7 +51,9 @@ def test_every_kernel_is_launched_and_is_the_one_that_threads_compile(told, scen
     assert scenario["launched"] >= KERNELS
 
 
-@pytest.mark.parametrize("scenario", [*ALL, "few_cores", "refused", "not_found", "sockets"], indirect=True)
+@pytest.mark.parametrize(
+    "scenario", [*ALL, "few_cores", "interpreted", "refused", "not_found", "sockets"], indirect=True
+)
 def test_no_process_stays(scenario):
     assert scenario["left"] == []
 
@@ -106,6 +109,12 @@ def test_few_cores_have_no_use_for_them(scenario):
     assert "of 2 cores there are too few" in scenario["note"]
 
 
+@named("interpreted")
+def test_the_interpreter_has_no_use_for_them(scenario):
+    assert (scenario["copies"], scenario["launched"]) == (0, 0)
+    assert "TRITON_INTERPRET lets nothing be compiled" in scenario["note"]
+
+
 @named("refused")
 def test_a_kernel_that_does_not_compile_says_so_where_it_is_launched(scenario):
     assert "too small" in scenario["said"]
@@ -122,3 +131,25 @@ def test_a_kernel_that_copies_do_not_have_is_compiled_by_a_thread(scenario):
 @named("sockets")
 def test_copies_hold_no_socket_open(scenario):
     assert scenario["closed"]
+
+
+def test_a_runner_compiles_while_they_serve_and_captures_without_them():
+    from headrace.engine.cuda.runner import Runner
+
+    order = []
+
+    @contextlib.contextmanager
+    def serving():
+        order.append("serve")
+        yield
+        order.append("end")
+
+    runner = SimpleNamespace(
+        _cuda=True, _one_group=True, _compile=lambda *given: order.append(("compile", *given)),
+        _warm_up_decode=lambda graphs: order.append("decode"), warm_up_mixed=lambda graphs: order.append("mixed"),
+    )  # fmt: skip
+    Runner.warm_up(runner, graphs=False, compilers=SimpleNamespace(serving=serving, ready=7))
+    assert order == ["serve", ("compile", True, 7), "end", "decode", "mixed"]
+    order.clear()
+    Runner.warm_up(runner, graphs=False)
+    assert order == [("compile", True, 0), "decode", "mixed"]

@@ -205,8 +205,9 @@ def _unfit() -> str | None:
             return "this Triton compiles in another way"
     except (ImportError, AttributeError) as error:
         return f"this Triton compiles in another way ({error})"
-    if os.environ.get("TRITON_ALWAYS_COMPILE", "0").lower() in ("1", "true", "yes", "on"):
-        return "TRITON_ALWAYS_COMPILE forbids its cache"
+    for name, why in (("TRITON_ALWAYS_COMPILE", "forbids its cache"), ("TRITON_INTERPRET", "lets nothing be compiled")):
+        if os.environ.get(name, "0").lower() in ("1", "true", "yes", "on"):
+            return f"{name} {why}"
     return None
 
 
