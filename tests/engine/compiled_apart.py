@@ -6,6 +6,7 @@ Run by `test_kernel_compilers`, in a process of its own since the interpreter of
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -121,7 +122,7 @@ def facts(made: Compilers | None = None) -> dict:
     made.close()
     left = [pid for pid in copies if Path(f"/proc/{pid}").exists()]
     return found | {
-        "compiled": made.compiled, "lost": made.lost, "note": made.note(), "left": left, "copies": len(copies) - 1,
+        "compiled": made.compiled, "lost": made.lost, "note": made.note(), "left": left, "copies": max(0, len(copies) - 1),
         "close_s": time.monotonic() - begin,
     }  # fmt: skip
 
@@ -260,6 +261,31 @@ def sockets() -> dict:
     return facts(made) | {"closed": closed}
 
 
+def keys() -> dict:
+    """What kernels are called in the cache does not depend on the order in which their modules are imported or asked."""
+    told = []
+    for order in (1, -1):
+        far, near = os.pipe()
+        if (pid := os.fork()) == 0:
+            os.close(far)
+            try:
+                for name in ("codes", "decode", "norm", "prefill", "rope")[::order]:
+                    importlib.import_module(f"headrace.engine.kernels.{name}")
+                from headrace.engine.kernels import decode
+
+                count = compilers.settle_keys()
+                asked = (decode._decode, decode._prefix, decode.over_pages)[::order]
+                found = {k.__name__: k.cache_key for k in asked}
+                os.write(near, json.dumps([count, found]).encode())
+            finally:
+                os._exit(0)
+        os.close(near)
+        os.waitpid(pid, 0)
+        told.append(json.loads(os.read(far, 1 << 16)))
+        os.close(far)
+    return {"told": told}
+
+
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / "tiny.py").write_text(KERNELS)
@@ -279,7 +305,7 @@ if __name__ == "__main__":
     told = {}
     for scenario in (
         threads, processes, cached, killed, stopped, too_long, first_copy_gone, first_copy_stopped, no_fork, few_cores,
-        interpreted, refused, not_found, sockets,
+        interpreted, refused, not_found, sockets, keys,
     ):  # fmt: skip
         from_here_on(scenario.__name__)
         begin = time.monotonic()

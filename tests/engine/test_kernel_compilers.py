@@ -133,6 +133,14 @@ def test_copies_hold_no_socket_open(scenario):
     assert scenario["closed"]
 
 
+@named("keys")
+def test_names_in_the_cache_do_not_depend_on_the_order(scenario):
+    one, other = scenario["told"]
+    assert one == other
+    assert one[0] > 50
+    assert len(set(one[1].values())) == 3
+
+
 def test_a_runner_compiles_while_they_serve_and_captures_without_them():
     from headrace.engine.cuda.runner import Runner
 

@@ -38,7 +38,7 @@ LEAST_CORES, MOST_PROCESSES = 4, 16
 START_S, JOB_S = 5.0, 15.0
 """How long a process may take to begin and to compile one kernel, the longest of which takes 5 s; who needs longer counts as hung."""
 KERNELS = ("prefill_hopper", "decode_hopper", "gemm_hopper")
-"""Modules beside this one that are imported late, which each process would do anew; an older Triton may have no place for them."""
+"""Modules beside this one that are imported late, which each process would do anew; an older Triton has no language for them."""
 _OF_COMPILER = ("compile", "get_cache_key", "get_cache_manager", "get_cache_invalidating_env_vars", "make_backend")
 _PARAMETERS = ["self", "key", "signature", "device", "constexprs", "options", "attrs", "warmup"]
 
@@ -46,6 +46,29 @@ _PARAMETERS = ["self", "key", "signature", "device", "constexprs", "options", "a
 def usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def settle_keys() -> int:
+    """Have Triton compute what names this package's kernels in its cache, always in one order. How many.
+
+    A kernel's name tells the constants that functions called by it use only if those were named before (seen in 3.6.0). So it would
+    depend on which kernel is launched first: a start would not find what another left, and no process what another compiled.
+    """
+    from triton.runtime.jit import JITFunction
+
+    for name in KERNELS:
+        with contextlib.suppress(ImportError, AttributeError):
+            importlib.import_module(f"{__package__}.{name}")
+    found = [
+        value
+        for name, module in sorted(sys.modules.items())
+        if name.startswith(f"{__package__}.")
+        for value in vars(module).values()
+        if isinstance(value, JITFunction) and value.fn.__module__ == name
+    ]
+    for kernel in found:
+        kernel.cache_key  # noqa: B018
+    return len(found)
 
 
 class Compilers:
@@ -64,6 +87,7 @@ class Compilers:
         self._start_s, self._job_s = start_s, job_s
         self._lock = threading.Lock()
         self._started = False
+        self._asked: dict[tuple[str, str], threading.Event] = {}
         self._fresh: set[Connection] = set()
         self._idle: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()
         self.why_not = _unfit()
@@ -147,12 +171,24 @@ class Compilers:
         target = driver.active.get_current_target()
         if getattr(sys.modules.get(module), name, None) is not fn:
             return  # a copy cannot find it
-        if _cached(fn.ASTSource(fn, signature, constexprs, attrs), target, options):
+        kernel = _kernel(fn.ASTSource(fn, signature, constexprs, attrs), target, options)
+        if _cached(*kernel):
             return
-        job = (module, name, signature, constexprs, attrs, target, options.__dict__)
-        if self._ask(pickle.dumps(job)):
-            with self._lock:
-                self.compiled += 1
+        with self._lock:
+            done = self._asked.get(kernel)
+            first = done is None
+            if done is None:
+                done = self._asked[kernel] = threading.Event()
+        if not first:
+            done.wait()  # no longer than one process may take
+            return
+        try:
+            job = (module, name, signature, constexprs, attrs, target, options.__dict__)
+            if self._ask(pickle.dumps(job)):
+                with self._lock:
+                    self.compiled += 1
+        finally:
+            done.set()
 
     def _ask(self, job: bytes) -> bool:
         """Whether one of the processes has done it."""
@@ -211,15 +247,21 @@ def _unfit() -> str | None:
     return None
 
 
-def _cached(source: Any, target: Any, options: Any) -> bool:
-    """Whether Triton will find the kernel in its files."""
+def _kernel(source: Any, target: Any, options: Any) -> tuple[str, str]:
+    """What Triton's files call a compiled kernel: its place and its name there."""
     from triton.compiler import compiler
 
     made = compiler.get_cache_key(
         source, compiler.make_backend(target), options, env_vars=compiler.get_cache_invalidating_env_vars()
     )
-    name = f"{source.name[:150]}.json"
-    return name in (compiler.get_cache_manager(hashlib.sha256(made.encode()).hexdigest()).get_group(name) or {})
+    return hashlib.sha256(made.encode()).hexdigest(), f"{source.name[:150]}.json"
+
+
+def _cached(place: str, name: str) -> bool:
+    """Whether Triton will find the kernel in its files."""
+    from triton.compiler import compiler
+
+    return name in (compiler.get_cache_manager(place).get_group(name) or {})
 
 
 def _answer(line: Connection, limit_s: float) -> Any:
@@ -251,9 +293,6 @@ def _multiply(order: Connection, lines: list[Connection], job_s: float) -> None:
     gc.disable()
     gc.freeze()
     _let_go({c.fileno() for c in (order, *lines)})
-    for name in KERNELS:
-        with contextlib.suppress(ImportError, AttributeError):
-            importlib.import_module(f"{__package__}.{name}")
     children = []
     with contextlib.suppress(EOFError, OSError):
         order.recv_bytes()
