@@ -71,6 +71,14 @@ def settle_keys() -> int:
     return len(found)
 
 
+def hash_triton() -> None:
+    """Have Triton hash its own files, which all names in its cache hold: 400 MB, and whoever asks before that is done hashes, too."""
+    from triton.compiler import compiler
+    from triton.runtime import cache
+
+    (getattr(cache, "triton_key", None) or getattr(compiler, "triton_key", lambda: ""))()
+
+
 class Compilers:
     """Up to `count` processes that compile while `serving`. `why_not` says why there are none; `close` ends them.
 
@@ -98,6 +106,9 @@ class Compilers:
                 self._fork()
             except OSError as error:
                 self.why_not = f"this process cannot be copied ({error})"
+        # While weights load; the copy does the same for itself.
+        self._hashing = threading.Thread(target=hash_triton, name="hash-triton", daemon=True)
+        self._hashing.start()
 
     def _fork(self) -> None:
         pairs = [Pipe() for _ in range(self.count)]
@@ -144,6 +155,7 @@ class Compilers:
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
         """Inside, a thread that launches a kernel which is not in the cache waits until one of the processes has compiled it."""
+        self._hashing.join()
         if self.why_not is not None:
             yield
             return
@@ -293,6 +305,7 @@ def _multiply(order: Connection, lines: list[Connection], job_s: float) -> None:
     gc.disable()
     gc.freeze()
     _let_go({c.fileno() for c in (order, *lines)})
+    hash_triton()
     children = []
     with contextlib.suppress(EOFError, OSError):
         order.recv_bytes()
