@@ -4,8 +4,9 @@ Translating a kernel to the compiler's own form is Python's work, so threads of 
 comes back from the compiler's passes waits for the interpreter behind the others. Processes do not. They compile into Triton's cache of
 files, where this process then finds the kernel as if an earlier start had compiled it; whatever they do not do is compiled here.
 
-All are forked from one copy of this process, made while it still has few threads and nothing on the device: a copy must not touch the
-device. It waits in memory that it shares with this process, and multiplies when the first kernel is missing; where none is, it ends.
+All are forked from one copy of this process, made before weights are loaded, while it has few threads and no memory that the device
+reads; torch has asked for the device by then, which no copy may do. The copy waits in memory that it shares with this process, and
+multiplies when the first kernel is missing; where none is, it ends.
 """
 
 from __future__ import annotations
