@@ -147,9 +147,19 @@ def rank(need: Need, calibration: CalibrationSet | None = None) -> Ranking:
     notes += trained_context_note(find_model(need.model).spec, need.isl + need.osl)
     if unpriced:
         notes.append(f"no price is known for {', '.join(unpriced)}: ranked last, by throughput; give one with --price")
-    notes += [warning for gpu in priced if (warning := hardware.find(gpu).price_warning()) is not None]
+    notes += _old_prices(priced)
     notes += [_raised(limit, need.min_users) for limit in limits]
     return Ranking(need, tuple(candidates), tuple(rejected), tuple(notes))
+
+
+def _old_prices(gpus: Sequence[str]) -> list[str]:
+    """One note for all cards whose price is older than it should be: a list of them would hide the ranking."""
+    old = [gpu for gpu in (hardware.find(name) for name in gpus) if gpu.price_warning() is not None]
+    if len(old) < 2:
+        return [warning for gpu in old if (warning := gpu.price_warning()) is not None]
+    dates = sorted({gpu.figures["price_usd_h"].date for gpu in old})
+    span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return [f"prices of {len(old)} cards date from {span}; check them and override with --price ({', '.join(g.name for g in old)})"]
 
 
 def _raised(limit: int, users: int) -> str:
