@@ -159,7 +159,9 @@ def _old_prices(gpus: Sequence[str]) -> list[str]:
         return [warning for gpu in old if (warning := gpu.price_warning()) is not None]
     dates = sorted({gpu.figures["price_usd_h"].date for gpu in old})
     span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    return [f"prices of {len(old)} cards date from {span}; check them and override with --price ({', '.join(g.name for g in old)})"]
+    return [
+        f"prices of {len(old)} cards date from {span}; check them and override with --price ({', '.join(g.name for g in old)})"
+    ]
 
 
 def _raised(limit: int, users: int) -> str:
