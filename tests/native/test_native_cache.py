@@ -177,6 +177,25 @@ def test_abandoned_temporary_files_are_removed(files, folder):
     assert new.exists()
 
 
+def test_entries_that_no_start_used_for_long_are_removed_when_one_is_written(files, folder):
+    folder.mkdir(parents=True)
+    old, used = folder / "other-0-0.bin", folder / "another-0-0.bin"
+    for path in (old, used):
+        path.write_bytes(b"")
+    os.utime(old, (0, 0))
+    cached_weights(files, arena(), POOL)
+    assert not old.exists()
+    assert used.exists()
+
+
+def test_a_start_that_reads_an_entry_marks_it_as_used(files, folder):
+    cached_weights(files, arena(), POOL)
+    [entry] = folder.glob("*.bin")
+    os.utime(entry, (0, 0))
+    assert cached_weights(files, arena(), POOL) is not None
+    assert entry.stat().st_mtime > 0
+
+
 _WRITER = """
 import sys, numpy as np, headrace_native
 from pathlib import Path
