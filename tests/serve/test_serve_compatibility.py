@@ -143,6 +143,30 @@ async def test_unknown_fields_are_passed_over_where_the_server_was_told_so(serve
     assert functions.param == "functions"  # what would change the answer is never passed over
 
 
+@pytest.mark.parametrize("part", [{"type": "text", "text": "hi"}, {"type": "refusal", "refusal": "no"}])
+async def test_a_part_of_an_answer_loses_its_unknown_field_alone(serve, part):
+    def history(**more):
+        return [*USER, {"role": "assistant", "content": [part | more]}, *USER]
+
+    served = serve(ignore_unknown_fields=True)
+    await served.chat(history(), max_tokens=1)
+    await served.chat(history(cache_control=1), max_tokens=1)
+    plain, other = served.engine.submitted
+    assert plain.prompt_token_ids == other.prompt_token_ids
+    error = await serve().refused("/v1/chat/completions", messages=history(cache_control=1))
+    assert (error.param, error.code) == ("messages[1].content[0].cache_control", "unknown_parameter")
+    wrong = await served.refused("/v1/chat/completions", messages=history(type="image_url"))
+    assert "supported here: 'text', 'refusal'" in wrong.message
+
+
+async def test_names_that_are_passed_over_cannot_forge_or_fill_a_log(serve, caplog):
+    served = serve(ignore_unknown_fields=True)
+    await served.complete("p", max_tokens=1, **{"x\nERROR forged": 1, "y" * 100_000: 2})
+    told = [record.getMessage() for record in caplog.records if "ignored" in record.message]
+    assert len(told) == 2
+    assert all("\n" not in line and len(line) < 400 for line in told)
+
+
 async def test_special_tokens_are_shown_when_asked(served):
     said = "word<|im_start|>word"
     served.engine.reply = lambda request: served.tokenizer.encode(said, add_special=False)
