@@ -469,9 +469,22 @@ def test_gathering_delays_first_tokens_and_conserves_time(engine, setting):
     loop = traffic(resolve(msgspec.structs.replace(asked, **setting))).loop
     steps, _ = gathering(loop, 32 / 1024)
     assert kept.cycle_s - plain.cycle_s == pytest.approx(steps * plain.decode_s, rel=1e-2)
+    alone, waiting = (
+        traffic(resolve(msgspec.structs.replace(asked, concurrency=1, **given))) for given in ({}, setting)
+    )
+    assert closed_loop(waiting.loop, waiting.peaks, e) == closed_loop(alone.loop, alone.peaks, e), "beside nothing"
     for other in {"vllm", "sglang", "tensorrt-llm"} - {engine}:
         with pytest.raises(InvalidInput, match="a choice of"):
             perf(msgspec.structs.replace(asked, engine=other, **setting))
+
+
+def test_drafts_of_running_requests_fill_a_batch_too():
+    asked = Inputs(
+        model="llama-3.1-70b", gpu="h200-sxm-141", n_gpus=4, engine="tensorrt-llm", isl=512, osl=1024, concurrency=128,
+        batch_wait_steps=20, batch_wait_share=0.9, max_batched_tokens=8192,
+    )  # fmt: skip
+    prompts = [traffic(resolve(msgspec.structs.replace(asked, draft_tokens=n))).loop.batch_wait_prompts for n in (0, 3)]
+    assert prompts == pytest.approx([(0.9 * 8192 - 128) / 512, (0.9 * 8192 - 4 * 128) / 512])
 
 
 @pytest.mark.parametrize(
