@@ -124,7 +124,7 @@ def write(path: Path, key: bytes, memory: np.ndarray, pool: headrace_native.Pool
     remove_others(path, path.name.rpartition("-")[0] + "-*.bin")
     for pattern, age_s in ((".packing.*", _ABANDONED_S), ("*.bin", _UNUSED_S)):
         for left in path.parent.glob(pattern):
-            with suppress(FileNotFoundError):  # another start has just renamed or removed it
+            with suppress(OSError):  # another start has just renamed or removed it, or it is not ours to remove
                 if time.time() - left.stat().st_mtime > age_s:
                     left.unlink()
 
