@@ -277,6 +277,11 @@ class Decoder:
     def _tuned_decode(self, rows: int) -> dict[str, int] | None:
         return self._table.decode(rows, self._mixers[0].head_dim, self._kv_format)
 
+    @property
+    def tuned_for_codes(self) -> bool:
+        """Whether the card's table says how attention over the cache's own format is cut."""
+        return self._table.has_decode(self._mixers[0].head_dim, self._kv_format)
+
     def _decode_shape(self, rows: int) -> dict[str, int]:
         tuned = self._tuned_decode(rows)
         # Keys that are coded in groups are read a group at a time.
