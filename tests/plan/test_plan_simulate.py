@@ -218,6 +218,12 @@ def test_what_cannot_be_simulated_is_refused():
         simulate(Inputs(model="llama-3.1-70b", gpu="h100-sxm-80", n_gpus=4, tp=2, pp=2), [Arrival(0.0, 100, 2)])
     with pytest.raises(InvalidInput, match="speculation"):
         simulate(msgspec.structs.replace(INPUTS, draft_tokens=2), [Arrival(0.0, 100, 2)])
+    for engine, kept in (
+        ("sglang", {"poll_steps": 30}),
+        ("tensorrt-llm", {"batch_wait_steps": 20, "batch_wait_share": 0.9}),
+    ):
+        with pytest.raises(InvalidInput, match="keeps back"):
+            simulate(msgspec.structs.replace(INPUTS, engine=engine, **kept), [Arrival(0.0, 100, 2)])
     with pytest.raises(InvalidInput, match="no memory for KV"):
         simulate(Inputs(model="llama-3.1-70b", gpu="l4-24"), [Arrival(0.0, 100, 2)])
 

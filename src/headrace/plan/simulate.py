@@ -138,7 +138,7 @@ def simulate(
 
     `prefill`: limits on prompts beside running streams; None for those that our engine has on a GPU by default, and none of
     them for other engines. Of attention replicas one is simulated, with every so many-th request beside others as busy, and the rates
-    are those of all; pipeline stages and speculation are refused.
+    are those of all; pipeline stages, speculation and prompts that are kept back are refused.
     """
     if not arrivals:
         raise InvalidInput("there are no requests to simulate", field="requests")
@@ -152,6 +152,12 @@ def simulate(
     if inputs.draft_tokens:
         raise InvalidInput(
             "speculation is not simulated", field="draft_tokens", remedy="leave it out, or see plan perf"
+        )
+    if inputs.batch_wait_steps or inputs.poll_steps > 1:
+        raise InvalidInput(
+            "prompts that an engine keeps back are not simulated",
+            field="poll_steps" if inputs.poll_steps > 1 else "batch_wait_steps",
+            remedy="leave it out, or see plan perf",
         )
     replicas = 1.0
     if (dp := d.layout.dp) > 1:
