@@ -7,6 +7,8 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 from serve_harness import MODEL
 
+from headrace.text.template import ChatTemplate
+
 USER = [{"role": "user", "content": "Tell me"}]
 TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
 COUNTED = {"include_usage": True, "continuous_usage_stats": True}
@@ -56,7 +58,8 @@ async def test_obfuscation_is_accepted_without_effect(served):
     await served.events("/v1/completions", prompt="p", stream_options={"include_obfuscation": False})
 
 
-async def test_a_tool_loop_that_sends_back_dumped_messages_goes_round(served):
+async def test_a_tool_loop_that_sends_back_dumped_messages_goes_round(serve):
+    served = serve(template=ChatTemplate("{# tools <tool_call> #}{{ messages | tojson }}"))
     answer = await served.openai.chat.completions.create(
         model=MODEL, messages=USER, tools=[TOOL], tool_choice="required", max_tokens=60, seed=1
     )
@@ -69,8 +72,12 @@ async def test_a_tool_loop_that_sends_back_dumped_messages_goes_round(served):
         )
     deltas = [call.model_dump() | {"index": i} for i, call in enumerate(message.tool_calls)]
     named = [result | {"name": "now"} for result in results]
-    await served.chat([*USER, {"role": "assistant", "content": None, "tool_calls": deltas}, *named], max_tokens=2)
-    assert len({r.prompt_token_ids for r in served.engine.submitted[1:]}) <= 2  # the index is in none of them
+    for said in (message.model_dump(), {"role": "assistant", "content": None, "tool_calls": deltas}):
+        await served.chat([*USER, said, *named], max_tokens=2)
+    prompts = [served.tokenizer.decode(r.prompt_token_ids) for r in served.engine.submitted[1:]]
+    assert prompts[0] == prompts[1] == prompts[2]
+    assert prompts[3] == prompts[4]  # the index is in neither
+    assert '"name": "now"}]' in prompts[3]
     plain = ChatCompletionMessage(role="assistant", content="hi", annotations=[]).model_dump()
     await served.chat([*USER, plain, *USER], max_tokens=2)
 
@@ -84,8 +91,6 @@ async def test_empty_lists_of_tools_and_calls_are_none(served):
 
 
 async def test_variables_reach_the_template(serve):
-    from headrace.text.template import ChatTemplate
-
     source = "{{ 'quiet ' if enable_thinking is false }}{% for m in messages %}{{ m.content }}{% endfor %}"
     served = serve(template=ChatTemplate(source))
     await served.chat(USER, max_tokens=1)
