@@ -215,7 +215,10 @@ class Decoder:
                 "down",
             )
             biases = ("qkv_bias", "out_bias", "up_bias", "down_bias")
-            held = [*(getattr(w, n) for n in (*names, *biases)), *self.pool.layer(self._places[i][1]), staged]
+            # The last product of a layer may take the next one's norm.
+            following = self._weights.layers[i + 1].attn_norm if i + 1 < len(layers) else self._weights.final_norm
+            own = [getattr(w, n) for n in (*names, *biases)]
+            held = [*own, following, *self.pool.layer(self._places[i][1]), staged]
             aligned = [None if t is None else t.data_ptr() % 16 for t in held]
             first.setdefault((self._places[i][0], layer.mixer, layer.mlp, layer.num_norms, *aligned), i)
         return sorted({*first.values(), layers[-1]})
