@@ -55,6 +55,17 @@ def test_sending_to_who_does_not_read_returns_and_loses_nothing(ends):
     assert found == [*messages, other_said]
 
 
+def test_what_waits_to_be_sent_goes_on_also_while_nobody_sleeps(ends):
+    one, other = ends
+    message = bytes(4_000_000)  # far more than a socket holds
+    one.send(message)
+    found: list[bytes] = []
+    for _ in range(1000):
+        found += other.receive(0)
+        assert one.receive(0) == []
+    assert found == [message]
+
+
 def test_receiving_waits_as_long_as_asked(ends):
     one, other = ends
     assert one.receive(0) == []
