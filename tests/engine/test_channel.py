@@ -86,6 +86,16 @@ def test_a_hung_up_end_is_noticed_after_what_it_said(ends):
     one.send(b"to nobody")
 
 
+def test_what_was_said_before_hanging_up_arrives_also_where_something_waits_to_be_sent(ends):
+    one, other = ends
+    one.send(bytes(4_000_000))
+    other.send(b"last")
+    other.close()
+    assert one.receive(0) == [b"last"]
+    assert one.receive(0) == []
+    assert one.ended
+
+
 def test_closing_waits_for_a_reader_that_is_slow():
     mine, theirs = socket.socketpair()
     one, other = Line(mine), Line(theirs)

@@ -60,13 +60,11 @@ class Line:
 
     def receive(self, wait_s: float | None) -> list[bytes]:
         """Messages that have arrived, in order. Waits up to `wait_s` for the first one, asleep; without end if None."""
-        self._flush()
-        messages = self._arrived()
+        messages = self._exchanged()
         until_s = None if wait_s is None else time.monotonic() + wait_s
         while not messages and not self.ended and (until_s is None or time.monotonic() < until_s):
             self._wait(until_s, select.POLLIN)
-            self._flush()
-            messages = self._arrived()
+            messages = self._exchanged()
         return messages
 
     def close(self, linger_s: float = 0.0) -> None:
@@ -81,6 +79,11 @@ class Line:
         poll = select.poll()
         poll.register(self._socket, for_events | (select.POLLOUT if self._unsent else 0))
         poll.poll(None if until_s is None else max(0.0, until_s - time.monotonic()) * 1e3)
+
+    def _exchanged(self) -> list[bytes]:
+        messages = self._arrived()  # first: sending notices who has hung up, and what they said before would be lost
+        self._flush()
+        return messages
 
     def _arrived(self) -> list[bytes]:
         messages: list[bytes] = []
