@@ -91,6 +91,7 @@ def test_what_was_said_before_hanging_up_arrives_also_where_something_waits_to_b
     one.send(bytes(4_000_000))
     other.send(b"last")
     other.close()
+    one.send(b"to nobody")
     assert one.receive(0) == [b"last"]
     assert one.receive(0) == []
     assert one.ended

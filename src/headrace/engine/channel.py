@@ -60,11 +60,13 @@ class Line:
 
     def receive(self, wait_s: float | None) -> list[bytes]:
         """Messages that have arrived, in order. Waits up to `wait_s` for the first one, asleep; without end if None."""
-        messages = self._exchanged()
+        self._flush()
+        messages = self._arrived()
         until_s = None if wait_s is None else time.monotonic() + wait_s
         while not messages and not self.ended and (until_s is None or time.monotonic() < until_s):
             self._wait(until_s, select.POLLIN)
-            messages = self._exchanged()
+            self._flush()
+            messages = self._arrived()
         return messages
 
     def close(self, linger_s: float = 0.0) -> None:
@@ -79,11 +81,6 @@ class Line:
         poll = select.poll()
         poll.register(self._socket, for_events | (select.POLLOUT if self._unsent else 0))
         poll.poll(None if until_s is None else max(0.0, until_s - time.monotonic()) * 1e3)
-
-    def _exchanged(self) -> list[bytes]:
-        messages = self._arrived()  # first: sending notices who has hung up, and what they said before would be lost
-        self._flush()
-        return messages
 
     def _arrived(self) -> list[bytes]:
         messages: list[bytes] = []
@@ -101,10 +98,10 @@ class Line:
         return messages
 
     def _flush(self) -> None:
-        while self._unsent and not self.ended:
+        while self._unsent:
             try:
                 del self._unsent[: self._socket.send(self._unsent)]
             except BlockingIOError:
                 return
-            except ConnectionError:
-                self.ended = True
+            except ConnectionError:  # not the end yet: what the other end said before it hung up is still to be read
+                self._unsent.clear()
