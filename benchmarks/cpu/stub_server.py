@@ -25,7 +25,7 @@ async def serve(port: int, step_ms: str) -> None:
     config = ServeConfig(served_names=(MODEL,), eos_token_ids=files.spec().eos_token_ids)
     try:
         app = create_app(engine, tokenizer, load_template(files, tokenizer), config)
-        await run(app, host="127.0.0.1", port=port, drain_s=0)
+        await run(app, host="127.0.0.1", port=port, drain_s=0, stall_limit_s=config.stall_limit_s)
     finally:
         await engine.close()
 

@@ -17,7 +17,11 @@ from headrace_native._native import (
     sample,
 )
 
+INTERFACE = 2
+"""Raised when a function or an argument is added, changed or removed, with the number that the engine asks for."""
+
 __all__ = [
+    "INTERFACE",
     "Matrix",
     "Model",
     "Pool",

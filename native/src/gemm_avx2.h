@@ -118,7 +118,6 @@ inline void add_group(Line line, HalfScalesOf scales_of, const QGroup* x, int64_
       for (int r = 0; r < R; r++) {
         const __m256i x4 = broadcast4(x[r * stride].codes + 4 * j);
         for (int h = 0; h < H; h++) add_line<C>(sum[r][h], w[h], x4, i == from);
-        
       }
     }
 #pragma GCC unroll 8

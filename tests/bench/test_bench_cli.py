@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -10,13 +11,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
 import pytest
+import typer
 
 from headrace.bench.planned import beside, read_prediction
 from headrace.bench.targets import free_port
+from headrace.cli.bench import _finish
 from headrace.spec.prediction import Figure, Prediction
 
 
@@ -129,6 +133,20 @@ def test_a_killed_command_is_resumed(url: str, tmp_path: Path, verb: str) -> Non
         aside = records.parent.with_name(records.parent.name + ".interrupted-1")
         assert (aside / records.name).read_bytes().startswith(before)
     assert (out / "report.html").exists()
+
+
+@pytest.mark.parametrize("resumable", [True, False])
+def test_a_resume_is_offered_where_there_is_one(resumable: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    async def told_to_end() -> dict[str, Any]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(60)
+        return {}
+
+    with pytest.raises(typer.Exit):
+        _finish(told_to_end(), resumable=resumable)
+    said = capsys.readouterr().err
+    assert "ended by SIGTERM" in said
+    assert ("bench resume" in said) is resumable
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

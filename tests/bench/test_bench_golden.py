@@ -124,7 +124,8 @@ async def test_too_long_a_prompt_is_a_400_with_its_text() -> None:
 
 
 async def test_slots_queue_and_metrics_show_it() -> None:
-    async with golden(replace(FAST, ttft_ms=30.0, slots=2)) as (server, url), aiohttp.ClientSession() as session:
+    slow = replace(FAST, ttft_ms=700.0, slots=2)  # the page must be read while the first two are being answered
+    async with golden(slow) as (server, url), aiohttp.ClientSession() as session:
         asks = [asyncio.create_task(ask(url, 4)) for _ in range(5)]
         while server.count < 5:
             await asyncio.sleep(0.001)

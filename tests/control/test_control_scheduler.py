@@ -81,6 +81,16 @@ def test_blocks_that_only_ended_requests_share_count_as_free(held):
     rig.run()
 
 
+def test_what_ended_in_the_step_that_failed_for_another_is_not_cached():
+    rig = Rig(max_batched_tokens=64, share_min=0.99)  # the second does not wait for what the first will publish
+    good = rig.submit(prompt(4) + prompt(10, 5), max_tokens=1, ignore_eos=True)
+    bad = rig.submit(prompt(4) + prompt(10, 6), nan=0, max_tokens=1, ignore_eos=True)
+    assert len(rig.plan().chunks) == 2
+    rig.run()
+    assert [rig.finish[name].reason for name in (good, bad)] == [FinishReason.LENGTH, FinishReason.ERROR]
+    assert rig.scheduler.stats().cached_blocks == 0
+
+
 def test_a_waiting_request_can_be_aborted():
     rig = Rig(max_num_seqs=1)
     rig.submit(prompt(8), max_tokens=20, ignore_eos=True)

@@ -55,6 +55,17 @@ def test_sending_to_who_does_not_read_returns_and_loses_nothing(ends):
     assert found == [*messages, other_said]
 
 
+def test_what_waits_to_be_sent_goes_on_also_while_nobody_sleeps(ends):
+    one, other = ends
+    message = bytes(4_000_000)  # far more than a socket holds
+    one.send(message)
+    found: list[bytes] = []
+    for _ in range(1000):
+        found += other.receive(0)
+        assert one.receive(0) == []
+    assert found == [message]
+
+
 def test_receiving_waits_as_long_as_asked(ends):
     one, other = ends
     assert one.receive(0) == []
@@ -73,6 +84,17 @@ def test_a_hung_up_end_is_noticed_after_what_it_said(ends):
     assert one.receive(None) == []
     assert one.ended
     one.send(b"to nobody")
+
+
+def test_what_was_said_before_hanging_up_arrives_also_where_something_waits_to_be_sent(ends):
+    one, other = ends
+    one.send(bytes(4_000_000))
+    other.send(b"last")
+    other.close()
+    one.send(b"to nobody")
+    assert one.receive(0) == [b"last"]
+    assert one.receive(0) == []
+    assert one.ended
 
 
 def test_closing_waits_for_a_reader_that_is_slow():

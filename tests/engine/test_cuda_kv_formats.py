@@ -22,6 +22,7 @@ from headrace.engine.cuda import runner
 from headrace.engine.cuda.bulk_decode import BulkDecode
 from headrace.engine.executors.cuda import BACKEND
 from headrace.engine.executors.torch import BACKEND as TORCH
+from headrace.engine.kernels.table import GemmTable
 from headrace.spec.accounting import default_block_tokens
 from headrace.spec.config import EngineConfig
 from headrace.spec.locate import locate
@@ -104,7 +105,7 @@ def test_prefixes_of_whole_groups_are_shared(qwen, monkeypatch):
     monkeypatch.setattr(prefixes, "MIN_SPARED_TOKENS", 16)
     prompts = [[3 + i for i in range(32)] + [60 + j, 70] for j in range(4)]
     runs = engine(qwen[1], "int4", max_num_seqs=6)
-    assert any("tuned for no GPU" in note for note in runs.model.notes())
+    assert "KV int4: attention of decode steps is cut by a guess, as none was tuned for this card" in runs.model.notes()
     leader = runs.add(prompts[0])
     runs.step([(leader, 33)])
     shared = tuple(runs.executor.runner._slots.tables[0, leader.slot, :1].tolist())
@@ -274,6 +275,20 @@ def test_bulk_copies_and_plain_loads_find_the_same(tmp_path, kv, monkeypatch):
     whole.close()
     print(f"{kv}: mean distance from the torch backend {errors[0]:.5f} by bulk copies, {errors[1]:.5f} by plain loads")
     assert errors[0] < 1.2 * errors[1]
+
+
+def test_notes_say_whether_four_bits_were_tuned_on_the_card(qwen, monkeypatch):
+    asked = []
+    monkeypatch.setattr(GemmTable, "has_decode", lambda _, dim, kv: (asked.append((dim, kv)), True)[1])
+    runs = engine(qwen[1], "int4", max_num_seqs=2)
+    assert "KV int4: attention of decode steps is cut as measured on this card" in runs.model.notes()
+    assert asked == [(runs.executor.runner._decoder._mixers[0].head_dim, "int4")]
+    monkeypatch.undo()
+    measured, elsewhere = GemmTable("NVIDIA H200", 132), GemmTable("NVIDIA L4", 58)
+    assert measured.has_decode(128, "int4")
+    assert not measured.has_decode(64, "int4")
+    assert not elsewhere.has_decode(128, "int4")
+    runs.close()
 
 
 @GPU

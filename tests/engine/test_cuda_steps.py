@@ -185,6 +185,53 @@ def test_every_kind_of_step_has_kernels_to_compile(tmp_path, name):
     runs.close()
 
 
+@pytest.mark.skipif(ON_GPU, reason="launches are read where the interpreter takes them")
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("prompts", [False, True])
+def test_layers_that_warm_up_launch_every_version_of_a_kernel(tmp_path, name, prompts, monkeypatch):
+    """As Triton tells versions apart: by constants, types, alignment, and integers that are 1 or multiples of 16."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    from headrace.engine.cuda.decoder import DeviceStep
+
+    runs = engine(tiny_model(tmp_path, name, num_hidden_layers=13)[1])
+    decoder = runs.executor.runner._decoder
+    layers = decoder._weights.layers
+    for i, norm in ((6, "mlp_norm"), (8, "attn_norm")):
+        here = getattr(layers[i], norm)
+        setattr(layers[i], norm, torch.cat([here[:1], here])[1:])  # begins 4 bytes behind a multiple of 16
+    decoder._some = decoder._one_of_each_kind()
+    assert len(decoder._some) < 13
+    blank = torch.full((16,), -1, dtype=torch.int32, device=decoder.x.device)
+    step = DeviceStep(blank[:4], blank[:4], torch.zeros_like(blank[:4]), 4)
+    if prompts:
+        step.decode_rows, step.chunks, step.tiles, step.tile_rows = 2, blank[:4].view(1, 4), blank[:2].view(1, 2), 64
+        step.picked = torch.zeros_like(blank[:3])
+    launched = []
+
+    def version(value):
+        if isinstance(value, torch.Tensor):
+            return value.dtype, value.data_ptr() % 16 == 0
+        return ("one" if value == 1 else value % 16 == 0) if type(value) is int else type(value)
+
+    def launch(kernel, *given, grid, warmup, **named):
+        fixed = {k: v if isinstance(v, int | str) else version(v) for k, v in named.items()}
+        launched.append((kernel.fn.__name__, *map(version, given), *sorted(fixed.items())))
+
+    monkeypatch.setattr(InterpretedFunction, "run", launch)
+
+    def versions(**given):
+        launched.clear()
+        decoder.run(step, decoder.last_ids[:4], **given)
+        return len(launched), set(launched)
+
+    (all_launches, whole), (few_launches, some) = versions(), versions(some_layers=True)
+    assert few_launches < all_launches
+    assert whole
+    assert some == whole
+    runs.close()
+
+
 def test_shared_prefixes_are_found_and_change_nothing(qwen, monkeypatch):
     from headrace.engine.cuda import prefixes
 

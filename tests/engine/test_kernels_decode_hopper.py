@@ -26,6 +26,18 @@ RULES = {"scale": 0.2, "window": None, "softcap": None, "sinks": None}
 CONTEXTS = [1, 2, 15, 16, 17, 18, 31, 32, 33, 48, 49, 64, 65, 113, 128, 129, 255, 257, 500, 1025, 2300]
 
 
+def rows_of_contexts(kv_heads, group, dim, dtype):
+    """A row for the last token of each context in random order and one of nobody: what they project to, and how it is turned."""
+    count = len(CONTEXTS)
+    qkv = randn(count + 1, (group + 2) * kv_heads * dim, dtype=dtype, seed=8)
+    angles = torch.rand(max(CONTEXTS), dim // 2, device=DEVICE) * 6
+    cos_sin = torch.cat([angles.cos(), angles.sin()], 1).contiguous()
+    norms = {"q_norm": randn(dim, dtype=dtype, seed=1), "k_norm": randn(dim, dtype=dtype, seed=2), "eps": 1e-6}
+    order = random.Random(dim).sample(range(count), count)
+    slots, positions = ints([*order, -1]), ints([CONTEXTS[i] - 1 for i in order] + [0])
+    return qkv, cos_sin, norms if group % 2 else {}, order, slots, positions
+
+
 @on_hopper
 @pytest.mark.parametrize(
     ("dtype", "kv_heads", "group", "dim", "bt", "warps", "stages", "splits", "least", "pages"),
@@ -39,13 +51,7 @@ CONTEXTS = [1, 2, 15, 16, 17, 18, 31, 32, 33, 48, 49, 64, 65, 113, 128, 129, 255
 def test_contexts_of_all_lengths(dtype, kv_heads, group, dim, bt, warps, stages, splits, least, pages, fused):
     heads, count = kv_heads * group, len(CONTEXTS)
     scene = Scene(CONTEXTS, heads, kv_heads, dim, bt, dtype, seed=dim + bt)
-    qkv = randn(count + 1, (heads + 2 * kv_heads) * dim, dtype=dtype, seed=8)
-    angles = torch.rand(max(CONTEXTS), dim // 2, device=DEVICE) * 6
-    cos_sin = torch.cat([angles.cos(), angles.sin()], 1).contiguous()
-    norms = {"q_norm": randn(dim, dtype=dtype, seed=1), "k_norm": randn(dim, dtype=dtype, seed=2), "eps": 1e-6}
-    norms = norms if group % 2 else {}
-    order = random.Random(dim).sample(range(count), count)
-    slots, positions = ints([*order, -1]), ints([CONTEXTS[i] - 1 for i in order] + [0])
+    qkv, cos_sin, norms, order, slots, positions = rows_of_contexts(kv_heads, group, dim, dtype)
     kv, turned = scene.kv.clone(), qkv.clone()
     rope_cache(turned, scene.kv, scene.tables, slots, positions, cos_sin, heads, rope_dim=dim, **norms)
     q, k, v = turned.view(count + 1, -1, dim).split([heads, kv_heads, kv_heads], 1)
@@ -86,13 +92,7 @@ def test_codes_of_contexts_of_all_lengths(
 ):
     heads, count = kv_heads * group, len(CONTEXTS)
     scene = CodedScene(CONTEXTS, heads, kv_heads, dim, bt, name, seed=dim + bt)
-    qkv = randn(count + 1, (heads + 2 * kv_heads) * dim, dtype=dtype, seed=8)
-    angles = torch.rand(max(CONTEXTS), dim // 2, device=DEVICE) * 6
-    cos_sin = torch.cat([angles.cos(), angles.sin()], 1).contiguous()
-    norms = {"q_norm": randn(dim, dtype=dtype, seed=1), "k_norm": randn(dim, dtype=dtype, seed=2), "eps": 1e-6}
-    norms = norms if group % 2 else {}
-    order = random.Random(dim).sample(range(count), count)
-    slots, positions = ints([*order, -1]), ints([CONTEXTS[i] - 1 for i in order] + [0])
+    qkv, cos_sin, norms, order, slots, positions = rows_of_contexts(kv_heads, group, dim, dtype)
     own = [(int(scene.tables[i, n // bt]), n % bt) for i, n in zip(order, positions.tolist()[:-1], strict=True)]
     before, turned = scene.pool.blocks.clone(), qkv.clone()
     rope_cache(

@@ -177,6 +177,43 @@ def test_abandoned_temporary_files_are_removed(files, folder):
     assert new.exists()
 
 
+def test_entries_that_no_start_used_for_long_are_removed_when_one_is_written(files, folder):
+    folder.mkdir(parents=True)
+    old, used = folder / "other-0-0.bin", folder / "another-0-0.bin"
+    for path in (old, used):
+        path.write_bytes(b"")
+    os.utime(old, (0, 0))
+    cached_weights(files, arena(), POOL)
+    assert not old.exists()
+    assert used.exists()
+
+
+def test_an_old_entry_that_may_not_be_removed_is_left_and_not_called_a_failure(files, folder, monkeypatch, caplog):
+    folder.mkdir(parents=True)
+    old = folder / "other-0-0.bin"
+    old.write_bytes(b"")
+    os.utime(old, (0, 0))
+    remove = Path.unlink
+
+    def unlink(path, missing_ok=False):
+        if path == old:
+            raise PermissionError(1, "of another user", str(path))
+        remove(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    cached_weights(files, arena(), POOL)
+    assert old.exists()
+    assert "not cached" not in caplog.text
+
+
+def test_a_start_that_reads_an_entry_marks_it_as_used(files, folder):
+    cached_weights(files, arena(), POOL)
+    [entry] = folder.glob("*.bin")
+    os.utime(entry, (0, 0))
+    assert cached_weights(files, arena(), POOL) is not None
+    assert entry.stat().st_mtime > 0
+
+
 _WRITER = """
 import sys, numpy as np, headrace_native
 from pathlib import Path

@@ -7,6 +7,11 @@ import random
 
 import pytest
 
+from headrace.plan.closed_loop import closed_loop
+from headrace.plan.costs.roofline import efficiency
+from headrace.plan.deployment import Inputs, resolve
+from headrace.plan.workload import traffic
+
 
 def waits(requests, answer, *, prompts_first, shortest=1.0, rounds=12, per_step=2, seed=1):
     """Prompts' worth of prefilling between a request's arrival and its first token, its own left out: means by round.
@@ -41,9 +46,16 @@ def waits(requests, answer, *, prompts_first, shortest=1.0, rounds=12, per_step=
 
 @pytest.mark.parametrize("answer", [64, 512])
 def test_equal_requests_march_where_prompts_go_first_however_long_the_answers(answer):
-    """All end together, so that in every round each waits for half of the others: the formula of `marching`."""
-    ahead = waits(32, answer, prompts_first=True)
-    assert ahead == pytest.approx([(31 + 2 - 1) / 2] * 12)
+    """All end together, so that in every round each waits for half of the others, as the planner has it."""
+    asked = Inputs(
+        model="qwen3-32b", gpu="h100-sxm-80", n_gpus=4, engine="sglang", isl=2048, osl=answer, concurrency=32,
+        equal_lengths=True, max_batched_tokens=2 * 2048,
+    )  # fmt: skip
+    t, e = traffic(resolve(asked)), efficiency({}, "sglang", "hopper", "bf16")
+    assert (t.loop.marching, t.loop.prompts) == (1.0, 2.0)
+    times = closed_loop(t.loop, t.peaks, e)
+    before_others = times.ttft_s - e.prompt_s - times.alone_s - 0.5 * times.decode_s
+    assert waits(32, answer, prompts_first=True) == pytest.approx([before_others / times.prompt_s] * 12)
 
 
 @pytest.mark.parametrize("answer", [64, 512])

@@ -224,12 +224,14 @@ def test_a_card_without_a_price_is_ranked_last_and_said(ranking):
     assert any("mi355x-288" in note for note in ranking.notes)
 
 
-def test_a_stale_price_is_said_once_of_each_card_that_it_ranks():
+def test_stale_prices_of_the_cards_that_are_ranked_are_said_in_one_note():
     need = Need(model="llama-3.1-8b", isl=512, osl=128, slo=Slo(), gpus=("h100-sxm-80", "l4-24"), counts=(1,))
-    stale = [n for n in rank(need).notes if "dates from" in n]
-    assert len(stale) == 2
+    [stale] = [n for n in rank(need).notes if "date from" in n]
+    assert all(text in stale for text in ("prices of 2 cards", "H100", "L4"))
     mine = rank(msgspec.structs.replace(need, prices={"h100-sxm-80": 2.0}))
-    assert [n for n in mine.notes if "dates from" in n] == [n for n in stale if "L4" in n]
+    [left] = [n for n in mine.notes if "dates from" in n]
+    assert "L4" in left
+    assert "H100" not in left
 
 
 def test_every_rejection_has_a_reason_and_a_way_out(ranking):
@@ -467,9 +469,22 @@ def test_gathering_delays_first_tokens_and_conserves_time(engine, setting):
     loop = traffic(resolve(msgspec.structs.replace(asked, **setting))).loop
     steps, _ = gathering(loop, 32 / 1024)
     assert kept.cycle_s - plain.cycle_s == pytest.approx(steps * plain.decode_s, rel=1e-2)
+    alone, waiting = (
+        traffic(resolve(msgspec.structs.replace(asked, concurrency=1, **given))) for given in ({}, setting)
+    )
+    assert closed_loop(waiting.loop, waiting.peaks, e) == closed_loop(alone.loop, alone.peaks, e), "beside nothing"
     for other in {"vllm", "sglang", "tensorrt-llm"} - {engine}:
         with pytest.raises(InvalidInput, match="a choice of"):
             perf(msgspec.structs.replace(asked, engine=other, **setting))
+
+
+def test_drafts_of_running_requests_fill_a_batch_too():
+    asked = Inputs(
+        model="llama-3.1-70b", gpu="h200-sxm-141", n_gpus=4, engine="tensorrt-llm", isl=512, osl=1024, concurrency=128,
+        batch_wait_steps=20, batch_wait_share=0.9, max_batched_tokens=8192,
+    )  # fmt: skip
+    prompts = [traffic(resolve(msgspec.structs.replace(asked, draft_tokens=n))).loop.batch_wait_prompts for n in (0, 3)]
+    assert prompts == pytest.approx([(0.9 * 8192 - 128) / 512, (0.9 * 8192 - 4 * 128) / 512])
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,15 @@ def test_attention_replicas_share_requests_and_experts():
     assert simulate(inputs, workload.burst(40, 256, 32), closed_loop=8).tpot_ms.p50 > 0
 
 
+@pytest.mark.parametrize(("requests", "in_flight"), [(10, 1), (1, 4), (30, 3), (1, None), (3, None)])
+def test_replicas_without_a_request_add_nothing_to_the_rates(requests, in_flight):
+    """Every request in flight gets a token of each step: a hundred a second, however many replicas there are."""
+    inputs = Inputs(model="deepseek-v2-lite", gpu="h200-sxm-141", n_gpus=2, tp=1, dp=2, ep=2)
+    found = simulate(inputs, workload.burst(requests, 256, 32), closed_loop=in_flight, cost=lambda _: 0.01)
+    at_once = requests if in_flight is None else min(requests, in_flight)
+    assert found.output_tokens_per_s == pytest.approx(100 * at_once, rel=0.15)
+
+
 def test_eager_steps_pay_for_their_launches():
     captured, eager = (
         simulate(msgspec.structs.replace(INPUTS, eager=eager), [Arrival(0.0, 1000, 20)]) for eager in (False, True)
@@ -209,6 +218,12 @@ def test_what_cannot_be_simulated_is_refused():
         simulate(Inputs(model="llama-3.1-70b", gpu="h100-sxm-80", n_gpus=4, tp=2, pp=2), [Arrival(0.0, 100, 2)])
     with pytest.raises(InvalidInput, match="speculation"):
         simulate(msgspec.structs.replace(INPUTS, draft_tokens=2), [Arrival(0.0, 100, 2)])
+    for engine, kept in (
+        ("sglang", {"poll_steps": 30}),
+        ("tensorrt-llm", {"batch_wait_steps": 20, "batch_wait_share": 0.9}),
+    ):
+        with pytest.raises(InvalidInput, match="keeps back"):
+            simulate(msgspec.structs.replace(INPUTS, engine=engine, **kept), [Arrival(0.0, 100, 2)])
     with pytest.raises(InvalidInput, match="no memory for KV"):
         simulate(Inputs(model="llama-3.1-70b", gpu="l4-24"), [Arrival(0.0, 100, 2)])
 

@@ -7,6 +7,8 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 from serve_harness import MODEL
 
+from headrace.text.template import ChatTemplate
+
 USER = [{"role": "user", "content": "Tell me"}]
 TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
 COUNTED = {"include_usage": True, "continuous_usage_stats": True}
@@ -56,7 +58,8 @@ async def test_obfuscation_is_accepted_without_effect(served):
     await served.events("/v1/completions", prompt="p", stream_options={"include_obfuscation": False})
 
 
-async def test_a_tool_loop_that_sends_back_dumped_messages_goes_round(served):
+async def test_a_tool_loop_that_sends_back_dumped_messages_goes_round(serve):
+    served = serve(template=ChatTemplate("{# tools <tool_call> #}{{ messages | tojson }}"))
     answer = await served.openai.chat.completions.create(
         model=MODEL, messages=USER, tools=[TOOL], tool_choice="required", max_tokens=60, seed=1
     )
@@ -69,8 +72,12 @@ async def test_a_tool_loop_that_sends_back_dumped_messages_goes_round(served):
         )
     deltas = [call.model_dump() | {"index": i} for i, call in enumerate(message.tool_calls)]
     named = [result | {"name": "now"} for result in results]
-    await served.chat([*USER, {"role": "assistant", "content": None, "tool_calls": deltas}, *named], max_tokens=2)
-    assert len({r.prompt_token_ids for r in served.engine.submitted[1:]}) <= 2  # the index is in none of them
+    for said in (message.model_dump(), {"role": "assistant", "content": None, "tool_calls": deltas}):
+        await served.chat([*USER, said, *named], max_tokens=2)
+    prompts = [served.tokenizer.decode(r.prompt_token_ids) for r in served.engine.submitted[1:]]
+    assert prompts[0] == prompts[1] == prompts[2]
+    assert prompts[3] == prompts[4]  # the index is in neither
+    assert '"name": "now"}]' in prompts[3]
     plain = ChatCompletionMessage(role="assistant", content="hi", annotations=[]).model_dump()
     await served.chat([*USER, plain, *USER], max_tokens=2)
 
@@ -84,8 +91,6 @@ async def test_empty_lists_of_tools_and_calls_are_none(served):
 
 
 async def test_variables_reach_the_template(serve):
-    from headrace.text.template import ChatTemplate
-
     source = "{{ 'quiet ' if enable_thinking is false }}{% for m in messages %}{{ m.content }}{% endfor %}"
     served = serve(template=ChatTemplate(source))
     await served.chat(USER, max_tokens=1)
@@ -141,6 +146,30 @@ async def test_unknown_fields_are_passed_over_where_the_server_was_told_so(serve
     assert wrong.param == "temperature"
     functions = await served.refused("/v1/chat/completions", messages=USER, functions=[], cache_prompt=True)
     assert functions.param == "functions"  # what would change the answer is never passed over
+
+
+@pytest.mark.parametrize("part", [{"type": "text", "text": "hi"}, {"type": "refusal", "refusal": "no"}])
+async def test_a_part_of_an_answer_loses_its_unknown_field_alone(serve, part):
+    def history(**more):
+        return [*USER, {"role": "assistant", "content": [part | more]}, *USER]
+
+    served = serve(ignore_unknown_fields=True)
+    await served.chat(history(), max_tokens=1)
+    await served.chat(history(cache_control=1), max_tokens=1)
+    plain, other = served.engine.submitted
+    assert plain.prompt_token_ids == other.prompt_token_ids
+    error = await serve().refused("/v1/chat/completions", messages=history(cache_control=1))
+    assert (error.param, error.code) == ("messages[1].content[0].cache_control", "unknown_parameter")
+    wrong = await served.refused("/v1/chat/completions", messages=history(type="image_url"))
+    assert "supported here: 'text', 'refusal'" in wrong.message
+
+
+async def test_names_that_are_passed_over_cannot_forge_or_fill_a_log(serve, caplog):
+    served = serve(ignore_unknown_fields=True)
+    await served.complete("p", max_tokens=1, **{"x\nERROR forged": 1, "y" * 100_000: 2})
+    told = [record.getMessage() for record in caplog.records if "ignored" in record.message]
+    assert len(told) == 2
+    assert all("\n" not in line and len(line) < 400 for line in told)
 
 
 async def test_special_tokens_are_shown_when_asked(served):

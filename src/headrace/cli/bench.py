@@ -547,9 +547,8 @@ def _run(work: Coroutine[Any, Any, Any], resumable: bool = False) -> Any:
         number = signal.SIGINT if isinstance(ended, KeyboardInterrupt) else signal.SIGTERM
         if number is signal.SIGTERM and not told:
             raise
-        print(
-            f"headrace: ended by {number.name}; what was recorded stays, bench resume FOLDER goes on", file=sys.stderr
-        )
+        further = "; what was recorded stays, bench resume FOLDER goes on" if resumable else ""
+        print(f"headrace: ended by {number.name}{further}", file=sys.stderr)
         raise typer.Exit(128 + number) from None
 
 

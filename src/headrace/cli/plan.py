@@ -329,7 +329,13 @@ def validate(
 ) -> None:
     """Score the planner on measured runs. Rows that the calibration used are predicted without their model family."""
     from headrace.plan.validate import error_table, validate_file
+    from headrace.spec.campaign import campaigns
 
+    names = " or ".join(c.name for c in campaigns())
+    print(
+        f"note: settings that rows leave out are taken from the launch scripts of {names}, by model and lengths",
+        file=sys.stderr,
+    )
     found = validate_file(points)
     if as_json:
         _print(found)

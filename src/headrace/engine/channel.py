@@ -98,10 +98,10 @@ class Line:
         return messages
 
     def _flush(self) -> None:
-        while self._unsent and not self.ended:
+        while self._unsent:
             try:
                 del self._unsent[: self._socket.send(self._unsent)]
             except BlockingIOError:
                 return
-            except ConnectionError:
-                self.ended = True
+            except ConnectionError:  # not the end yet: what the other end said before it hung up is still to be read
+                self._unsent.clear()

@@ -172,7 +172,9 @@ def _chosen(field: str, value: str, known: tuple[str, ...]) -> str:
         return known[0]
     if value not in known:
         raise InvalidInput(
-            f"the torch backend cannot use {field} {value!r}", field=field, remedy="choose one of: " + ", ".join(known)
+            f"the torch backend cannot use {field} {value!r}",
+            field=field,
+            remedy="choose one of: auto, " + ", ".join(known),
         )
     return value
 

@@ -147,9 +147,22 @@ def rank(need: Need, calibration: CalibrationSet | None = None) -> Ranking:
     notes += trained_context_note(find_model(need.model).spec, need.isl + need.osl)
     if unpriced:
         notes.append(f"no price is known for {', '.join(unpriced)}: ranked last, by throughput; give one with --price")
-    notes += [warning for gpu in priced if (warning := hardware.find(gpu).price_warning()) is not None]
+    notes += _old_prices(priced)
     notes += [_raised(limit, need.min_users) for limit in limits]
     return Ranking(need, tuple(candidates), tuple(rejected), tuple(notes))
+
+
+def _old_prices(gpus: Sequence[str]) -> list[str]:
+    """One note for all cards whose price is older than it should be: a list of them would hide the ranking."""
+    cards = [hardware.find(name) for name in gpus]
+    old = [(gpu, warning) for gpu in cards if (warning := gpu.price_warning()) is not None]
+    if len(old) < 2:
+        return [warning for _, warning in old]
+    dates = sorted({gpu.figures["price_usd_h"].date for gpu, _ in old})
+    span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return [
+        f"prices of {len(old)} cards date from {span}; check them and override with --price ({', '.join(gpu.name for gpu, _ in old)})"
+    ]
 
 
 def _raised(limit: int, users: int) -> str:
@@ -309,12 +322,16 @@ def _reject(i: Inputs, reason: str, change: str) -> Rejected:
     return Rejected(i.gpu, i.n_gpus, i.tp or 1, i.pp, i.dp, i.ep, i.weights, i.kv, reason, change)
 
 
+def _over(slo: Slo, p: Performance) -> Iterator[tuple[str, float, float, int]]:
+    """Service levels that are missed: what, the time and the limit in ms, decimals worth telling."""
+    levels = (("TTFT", p.ttft_ms.value, slo.ttft_ms, 0), ("time per token", p.tpot_ms.value, slo.tpot_ms, 1))
+    for name, ms, limit_ms, decimals in levels:
+        if limit_ms is not None and ms > limit_ms:
+            yield name, ms, limit_ms, decimals
+
+
 def _misses(slo: Slo, p: Performance) -> str:
-    parts = []
-    if slo.ttft_ms is not None and p.ttft_ms.value > slo.ttft_ms:
-        parts.append(f"TTFT {p.ttft_ms.value:.0f} ms against {slo.ttft_ms:.0f} ms")
-    if slo.tpot_ms is not None and p.tpot_ms.value > slo.tpot_ms:
-        parts.append(f"time per token {p.tpot_ms.value:.1f} ms against {slo.tpot_ms:.1f} ms")
+    parts = (f"{name} {ms:.{n}f} ms against {limit_ms:.{n}f} ms" for name, ms, limit_ms, n in _over(slo, p))
     return " and ".join(parts) + " already at the smallest batch asked"
 
 
@@ -350,11 +367,7 @@ def _change(need: Need, d: Deployment, memory: Fit, times: Performance | None, c
 
 
 def _relaxed(slo: Slo, p: Performance) -> str:
-    parts = []
-    if slo.ttft_ms is not None and p.ttft_ms.value > slo.ttft_ms:
-        parts.append(f"TTFT to {math.ceil(p.ttft_ms.value)} ms")
-    if slo.tpot_ms is not None and p.tpot_ms.value > slo.tpot_ms:
-        parts.append(f"time per token to {math.ceil(10 * p.tpot_ms.value) / 10:.1f} ms")
+    parts = (f"{name} to {math.ceil(10**n * ms) / 10**n:.{n}f} ms" for name, ms, _, n in _over(slo, p))
     return "relax " + " and ".join(parts)
 
 

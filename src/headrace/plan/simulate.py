@@ -138,7 +138,7 @@ def simulate(
 
     `prefill`: limits on prompts beside running streams; None for those that our engine has on a GPU by default, and none of
     them for other engines. Of attention replicas one is simulated, with every so many-th request beside others as busy, and the rates
-    are those of all; pipeline stages and speculation are refused.
+    are those of all; pipeline stages, speculation and prompts that are kept back are refused.
     """
     if not arrivals:
         raise InvalidInput("there are no requests to simulate", field="requests")
@@ -153,9 +153,20 @@ def simulate(
         raise InvalidInput(
             "speculation is not simulated", field="draft_tokens", remedy="leave it out, or see plan perf"
         )
+    if inputs.batch_wait_steps or inputs.poll_steps > 1:
+        raise InvalidInput(
+            "prompts that an engine keeps back are not simulated",
+            field="poll_steps" if inputs.poll_steps > 1 else "batch_wait_steps",
+            remedy="leave it out, or see plan perf",
+        )
+    replicas = 1.0
     if (dp := d.layout.dp) > 1:
+        together = len(arrivals) if closed_loop is None else min(closed_loop, len(arrivals))
+        share = -(-together // dp)
+        # Where requests do not come out even, others have fewer than this one.
+        replicas = together / share
         arrivals = sorted(arrivals, key=lambda a: a.at_s)[::dp]
-        closed_loop = None if closed_loop is None else -(-closed_loop // dp)
+        closed_loop = None if closed_loop is None else share
     seconds = cost or step_cost(d)
     layout, blocks = cache_of(d)
     sequences = min(d.max_num_seqs, d.max_batched_tokens)
@@ -241,7 +252,9 @@ def simulate(
                 done.append(live.pop(output.request_id))
                 if stock:
                     heapq.heappush(pending, (now, stock.pop()))
-    return _summary(d, done, gaps, refused, clock.now(), scheduler, steps, slo or Slo(), bool(pending or live))
+    return _summary(
+        d, done, gaps, refused, clock.now(), scheduler, steps, slo or Slo(), bool(pending or live), replicas
+    )
 
 
 def _summary(
@@ -254,6 +267,7 @@ def _summary(
     steps: int,
     slo: Slo,
     cut: bool,
+    replicas: float,
 ) -> Simulation:
     ttft = [(r.first_s - r.arrived_s) * 1e3 for r in done if r.first_s is not None]
     tpot = [(r.last_s - r.first_s) * 1e3 / (r.tokens - 1) for r in done if r.first_s is not None and r.tokens > 1]
@@ -280,9 +294,9 @@ def _summary(
         ttft_ms=percentiles(ttft),
         itl_ms=percentiles(gaps),
         tpot_ms=percentiles(tpot),
-        output_tokens_per_s=dp * sum(r.tokens for r in done) / span,
-        requests_per_s=dp * len(done) / span,
-        goodput_rps=dp * met / span,
+        output_tokens_per_s=replicas * sum(r.tokens for r in done) / span,
+        requests_per_s=replicas * len(done) / span,
+        goodput_rps=replicas * met / span,
         slo_met=met / len(done) if done else 0.0,
         prefix_hit_rate=stats.prefix_hit_tokens / queried if queried else 0.0,
         preemptions=stats.preemptions,

@@ -111,6 +111,7 @@ def traffic(d: Deployment) -> Traffic:
     prompts = len(steps[0])
     prefill = add([step_work(m, prefill=step) for step in steps])
     alone = step_work(m, prefill=steps[0][:1]) if prompts > 1 else prefill
+    filled = d.inputs.batch_wait_share * d.max_batched_tokens
     loop = Loop(
         decode=repeat(decode, stages),
         alone=repeat(alone, stages),
@@ -124,8 +125,9 @@ def traffic(d: Deployment) -> Traffic:
         held_steps=held_steps,
         marching=float(marching),
         batch_wait_steps=float(batch_wait),
-        batch_wait_prompts=max(1.0, (d.inputs.batch_wait_share * d.max_batched_tokens - per_replica) / isl),
-        poll_steps=float(d.inputs.poll_steps),
+        # Nobody waits where nothing decodes: TensorRT-LLM and SGLang keep prompts back only beside others that run.
+        batch_wait_prompts=min(float(per_replica), max(1.0, (filled - per_replica * (1 + drafts)) / isl)),
+        poll_steps=float(d.inputs.poll_steps) if per_replica > 1 else 1.0,
     )
     compute = compute_precision(d.weights, units(d.gpu))
     return Traffic(loop, peaks(d.gpu, compute), m, running, waiting, fits, tuple(notes))

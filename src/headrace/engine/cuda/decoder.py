@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import msgspec
 import numpy as np
@@ -202,23 +202,17 @@ class Decoder:
         for i in layers:
             layer, w = self._spec.layers[i], self._weights.layers[i]
             staged = None if self.staged is None else self.staged.layers[i]
-            names = (
-                "attn_norm",
-                "post_attn_norm",
-                "mlp_norm",
-                "post_mlp_norm",
-                "q_norm",
-                "k_norm",
-                "qkv",
-                "out",
-                "up",
-                "down",
-            )
-            biases = ("qkv_bias", "out_bias", "up_bias", "down_bias")
-            held = [*(getattr(w, n) for n in (*names, *biases)), *self.pool.layer(self._places[i][1]), staged]
+            own = (getattr(w, field.name) for field in fields(w))
+            # The last product of a layer may take the next one's norm.
+            held = [*own, self._norm_after(i), *self.pool.layer(self._places[i][1]), staged]
             aligned = [None if t is None else t.data_ptr() % 16 for t in held]
             first.setdefault((self._places[i][0], layer.mixer, layer.mlp, layer.num_norms, *aligned), i)
         return sorted({*first.values(), layers[-1]})
+
+    def _norm_after(self, i: int) -> torch.Tensor:
+        """The norm that what layer i leaves goes through first."""
+        layers = self._weights.layers
+        return layers[i + 1].attn_norm if i + 1 < len(layers) else self._weights.final_norm
 
     @staticmethod
     def _qkv_width(a: Attention) -> int:
@@ -276,6 +270,11 @@ class Decoder:
 
     def _tuned_decode(self, rows: int) -> dict[str, int] | None:
         return self._table.decode(rows, self._mixers[0].head_dim, self._kv_format)
+
+    @property
+    def tuned_for_codes(self) -> bool:
+        """Whether the card's table says how attention over the cache's own format is cut."""
+        return self._table.has_decode(self._mixers[0].head_dim, self._kv_format)
 
     def _decode_shape(self, rows: int) -> dict[str, int]:
         tuned = self._tuned_decode(rows)
@@ -448,9 +447,8 @@ class Decoder:
         `gained` is x times the layer's first norm, and times the next layer's afterwards.
         """
         rows = len(x)
-        layers = self._weights.layers
-        w = layers[i]
-        following = layers[i + 1].attn_norm if i + 1 < len(layers) else self._weights.final_norm
+        w = self._weights.layers[i]
+        following = self._norm_after(i)
         a = self._mixers[i]
         width, kind = self._up_width(self._spec.layers[i]) // 2, self._spec.layers[i].mlp.activation
         qkv = self._cut(0, rows, self._qkv_width(a))

@@ -233,9 +233,8 @@ class CudaModel:
     def _staging(self, decoder: Decoder, limits: Limits) -> list[MemoryItem]:
         if decoder.staged is None:
             return []
-        self._notes.append(
-            f"KV {self.kv_precision}: its kernels are tuned for no GPU; on an H200 decode steps take 1.1 to 1.4 times those of int8"
-        )
+        how = "as measured on this card" if decoder.tuned_for_codes else "by a guess, as none was tuned for this card"
+        self._notes.append(f"KV {self.kv_precision}: attention of decode steps is cut {how}")
         predicted = kv_staging_bytes(self.spec, self.kv_precision, limits.max_num_seqs, self._computed)
         return [MemoryItem("kv_staging", predicted, decoder.staged.nbytes)]
 

@@ -22,6 +22,26 @@ MISSING = (
     "pip install ./native)"
 )
 
+INTERFACE = 2
+"""Of `headrace_native`, which is installed on its own and may be older or newer than this package."""
+
+
+def not_usable() -> str | None:
+    """Why the extension cannot be called."""
+    if find_spec("headrace_native") is None:
+        return MISSING
+    try:
+        import headrace_native
+    except ImportError as error:
+        return f"headrace-native does not load ({error}); install it again: make setup, or pip install ./native from a checkout"
+    found = getattr(headrace_native, "INTERFACE", 1)
+    if found != INTERFACE:
+        return (
+            f"the installed headrace-native is of another version (interface {found}, needed {INTERFACE}): make setup, "
+            "or pip install ./native from the same checkout"
+        )
+    return None
+
 
 class NativeBackend:
     name = "native"
@@ -29,8 +49,8 @@ class NativeBackend:
     def unavailable(self, files: ModelFiles, config: EngineConfig) -> str | None:
         if config.device not in ("auto", "cpu"):
             return f"it computes on the CPU, not on {config.device}"
-        if find_spec("headrace_native") is None:
-            return MISSING
+        if (reason := not_usable()) is not None:
+            return reason
         reason = unsupported(files.spec()) or _not_packed(files, config)
         if reason is None:
             from headrace.engine.native.layers import unsupported as not_computed

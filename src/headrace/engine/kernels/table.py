@@ -149,6 +149,10 @@ class GemmTable:
             return None
         return self._decode.get(decode_key(bucket, head_dim, kv), self._decode.get(decode_key(bucket, head_dim)))
 
+    def has_decode(self, head_dim: int, kv: str) -> bool:
+        """Whether `decode` has entries of this format's own."""
+        return any(decode_key(b, head_dim, kv) in self._decode for b in DECODE_BUCKETS)
+
     def bulk_decode(self, rows: int, head_dim: int, kv: str = "") -> dict[str, int] | None:
         """The same of attention by bulk copies: warps, stages, programs of each KV head over all rows, least pages of each, and
         with codes (`kv`: the cache's format) the pages that a warp takes at once."""

@@ -39,6 +39,8 @@ _PAYLOAD_AT = _PAGE
 """Only huge pages of a file that begin at a multiple of their size can be mapped as such."""
 _MOSTLY = 0.9
 _ABANDONED_S = 3600.0
+_UNUSED_S = 30 * 86400.0
+"""After so long without a start that read it an entry goes when another is written."""
 
 
 def cached_weights(files: ModelFiles, arena: Arena, pool: headrace_native.Pool) -> np.ndarray | None:
@@ -54,6 +56,8 @@ def cached_weights(files: ModelFiles, arena: Arena, pool: headrace_native.Pool) 
         log.warning("packed weights are not cached: %s", error)
         return None
     if found is not None:
+        with suppress(OSError):  # the cache may belong to someone else
+            os.utime(path)
         log.info("packed weights read from %s", path)
         return found
     memory = arena.fill(pool)
@@ -118,10 +122,11 @@ def write(path: Path, key: bytes, memory: np.ndarray, pool: headrace_native.Pool
         Path(temporary).unlink(missing_ok=True)
         raise
     remove_others(path, path.name.rpartition("-")[0] + "-*.bin")
-    for left in path.parent.glob(".packing.*"):
-        with suppress(FileNotFoundError):  # another start has just renamed it
-            if time.time() - left.stat().st_mtime > _ABANDONED_S:
-                left.unlink()
+    for pattern, age_s in ((".packing.*", _ABANDONED_S), ("*.bin", _UNUSED_S)):
+        for left in path.parent.glob(pattern):
+            with suppress(OSError):  # another start has just renamed or removed it, or it is not ours to remove
+                if time.time() - left.stat().st_mtime > age_s:
+                    left.unlink()
 
 
 def _stem(files: ModelFiles) -> str:

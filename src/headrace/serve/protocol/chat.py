@@ -26,6 +26,7 @@ class RefusalPart(StrictModel):
     refusal: str
 
 
+AssistantPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 Parts = Annotated[list[TextPart], Field(min_length=1)]
 Content = str | Parts
 
@@ -68,7 +69,7 @@ class AssistantMessage(StrictModel):
     """An earlier answer, given back as history."""
 
     role: Literal["assistant"]
-    content: str | Annotated[list[TextPart | RefusalPart], Field(min_length=1)] | None = None
+    content: str | Annotated[list[AssistantPart], Field(min_length=1)] | None = None
     refusal: str | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = Field(None, description="An empty list is none.")

@@ -117,7 +117,7 @@ def field_parts(location: Sequence[str | int]) -> list[str | int]:
     return parts
 
 
-_TAGS = {"system", "developer", "user", "assistant", "tool", "text", "json_schema", "json_object"}
+_TAGS = {"system", "developer", "user", "assistant", "tool", "text", "refusal", "json_schema", "json_object"}
 
 
 def _is_branch(item: str, previous: str | int) -> bool:
