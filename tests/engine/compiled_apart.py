@@ -186,7 +186,7 @@ def first_copy_gone() -> dict:
 
 
 def first_copy_stopped() -> dict:
-    made = Compilers(2, start_s=0.3)
+    made = Compilers(2, job_s=0.3)
     os.kill(made.pid, signal.SIGSTOP)
     with made.serving():
         run(launches())
@@ -273,7 +273,7 @@ def keys() -> dict:
                     importlib.import_module(f"headrace.engine.kernels.{name}")
                 from headrace.engine.kernels import decode
 
-                count = compilers.settle_keys()
+                count = names.settle_keys(quantized=True)
                 asked = (decode._decode, decode._prefix, decode.over_pages)[::order]
                 found = {k.__name__: k.cache_key for k in asked}
                 os.write(near, json.dumps([count, found]).encode())
@@ -294,6 +294,7 @@ if __name__ == "__main__":
     knobs.compilation.listener = heard
     import tiny
 
+    from headrace.engine.kernels import cached as names
     from headrace.engine.kernels import compilers
     from headrace.engine.kernels.compilers import Compilers
 

@@ -156,8 +156,19 @@ def test_a_runner_compiles_while_they_serve_and_captures_without_them():
         _cuda=True, _one_group=True, _compile=lambda *given: order.append(("compile", *given)),
         _warm_up_decode=lambda graphs: order.append("decode"), warm_up_mixed=lambda graphs: order.append("mixed"),
     )  # fmt: skip
-    Runner.warm_up(runner, graphs=False, compilers=SimpleNamespace(serving=serving, ready=7))
+    Runner.warm_up(runner, graphs=False, compilers=SimpleNamespace(serving=serving, count=7))
     assert order == ["serve", ("compile", True, 7), "end", "decode", "mixed"]
     order.clear()
     Runner.warm_up(runner, graphs=False)
     assert order == [("compile", True, 0), "decode", "mixed"]
+
+
+@pytest.mark.parametrize(("told", "cores"), [("200000 100000", 2), ("50000 100000", 1), ("max 100000", 64), (None, 64)])
+def test_cores_are_those_that_the_control_group_has_time_for(tmp_path, monkeypatch, told, cores):
+    from headrace.engine.kernels import compilers
+
+    if told is not None:
+        (tmp_path / "cpu.max").write_text(told + "\n")
+    monkeypatch.setattr(compilers, "CPU_MAX", tmp_path / "cpu.max")
+    monkeypatch.setattr(compilers.os, "sched_getaffinity", lambda pid: set(range(64)))
+    assert compilers.usable_cores() == cores

@@ -23,7 +23,8 @@ from headrace.engine.cuda.runner import CudaStep, Runner
 from headrace.engine.cuda.upload import Uploader
 from headrace.engine.cuda.weights import DecoderWeights, Quantized, load_weights
 from headrace.engine.grammars import Grammars
-from headrace.engine.kernels.compilers import Compilers, settle_keys
+from headrace.engine.kernels.cached import settle_keys
+from headrace.engine.kernels.compilers import Compilers
 from headrace.engine.kernels.launchers import spare_checks
 from headrace.engine.kernels.table import GemmTable
 from headrace.engine.models import MODELS
@@ -77,7 +78,7 @@ def load(files: ModelFiles, config: EngineConfig) -> CudaModel:
     device, compilers = torch.device("cpu"), None
     if torch.cuda.is_available():
         # Copied before weights are under way: with few threads, and no host memory that the device reads.
-        settle_keys()
+        settle_keys(quantized=form is not None)
         compilers = Compilers()
         device = torch.device("cuda:0" if config.device in ("auto", "cuda") else config.device)
         torch.cuda.set_device(device)

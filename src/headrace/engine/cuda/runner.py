@@ -165,7 +165,7 @@ class Runner:
         """
         if self._cuda:
             with compilers.serving() if compilers else nullcontext():
-                self._compile(self._one_group, 0 if compilers is None else compilers.ready)
+                self._compile(self._one_group, 0 if compilers is None else compilers.count)
         # A collection in the middle of a capture may free what an earlier engine held, which the capture does not survive.
         collecting = gc.isenabled()
         gc.disable()
