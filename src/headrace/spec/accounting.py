@@ -33,6 +33,7 @@ from headrace.spec.tensors import PARTS, Part, Weight, weights
 
 if TYPE_CHECKING:
     from headrace.spec.gguf import GGUFHeader
+    from headrace.spec.safetensors import StoredTensor
 
 CacheKind = Literal["full", "sliding", "chunked", "latent", "linear", "ssm"]
 
@@ -159,15 +160,20 @@ def file_weights_read_bytes(spec: ModelSpec, header: GGUFHeader, batch_tokens: i
     return total
 
 
-def native_weight_bytes(spec: ModelSpec, weights: str = "auto", header: GGUFHeader | None = None) -> int:
+def native_weight_bytes(
+    spec: ModelSpec,
+    weights: str = "auto",
+    header: GGUFHeader | None = None,
+    stored: Mapping[str, StoredTensor] | None = None,
+) -> int:
     """Bytes that the native CPU backend allocates for the weights, packed and aligned (`headrace.spec.packing`).
 
-    `weights` as in the engine's option. With a GGUF header, what its mix of types packs to; without, what the checkpoint's
-    precision does.
+    `weights` as in the engine's option. With a GGUF header, or the tensors that safetensors files hold, what their mix of
+    types packs to; without, what the checkpoint's precision does.
     """
     from headrace.spec.packing import packed_weight_bytes
 
-    return packed_weight_bytes(spec, weights, header)
+    return packed_weight_bytes(spec, weights, header, stored)
 
 
 _GGUF_PARTS: tuple[tuple[str, Part], ...] = (

@@ -17,6 +17,7 @@ from headrace.spec.model import ModelSpec
 
 if TYPE_CHECKING:
     from headrace.spec.gguf import GGUFHeader
+    from headrace.spec.safetensors import StoredTensor
 
 # name -> (package that carries a GGUF file, whole or in parts, hub id)
 KNOWN_MODELS: dict[str, tuple[str, str]] = {
@@ -65,6 +66,12 @@ class ModelFiles:
         if self.kind != "gguf":
             raise InvalidInput(f"{self.name} is not a GGUF model", field="model")
         return self._gguf
+
+    def safetensors(self) -> Mapping[str, StoredTensor]:
+        """What the headers of the model's safetensors files say, by tensor; empty where there are none. CorruptCheckpoint."""
+        from headrace.spec.safetensors import checkpoint_paths, read_headers
+
+        return read_headers(checkpoint_paths(self.root)) if self.kind == "hf" else {}
 
     def config(self) -> Mapping[str, Any]:
         """The parsed config.json; empty for GGUF."""

@@ -6,18 +6,21 @@ layout is written down for the kernels in `native/src/packed.h`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from headrace.base.errors import InvalidInput, UnsupportedModel
 from headrace.base.units import ceil_div
-from headrace.spec.model import ModelSpec
-from headrace.spec.tensors import weights
+from headrace.spec.model import Attention, DenseMLP, ModelSpec
+from headrace.spec.tensors import Weight, weights
 
 if TYPE_CHECKING:
     from headrace.spec.gguf import GGUFHeader
+    from headrace.spec.safetensors import StoredTensor
 
 BLOCK_KINDS = {f"int{bits}_g{size}": kind for bits, kind in ((4, "q4_0"), (8, "q8_0")) for size in (32, 64, 128)}
 """Formats of checkpoints whose groups are, without loss, blocks of a ggml type: symmetric, with scales in fp16."""
@@ -114,31 +117,92 @@ def aligned(count: int) -> int:
     return ceil_div(count, ALIGNMENT) * ALIGNMENT
 
 
-def packed_weight_bytes(spec: ModelSpec, wanted: str, header: GGUFHeader | None = None) -> int:
+def packed_weight_bytes(
+    spec: ModelSpec,
+    wanted: str,
+    header: GGUFHeader | None = None,
+    stored: Mapping[str, StoredTensor] | None = None,
+) -> int:
     """Bytes of all weights as the native backend allocates them: matrices packed and aligned, vectors in fp32.
 
-    Without a GGUF header every matrix is taken to be stored in the checkpoint's precision; of a quantized checkpoint, those
-    of the parts that it leaves alone in its plain one.
+    Each matrix packs from the type it has in its file: `header` is that of a GGUF file, `stored` the tensors of safetensors
+    files (`headrace.spec.safetensors`). Without either, every matrix is taken to be stored in the checkpoint's precision; of
+    a quantized checkpoint, those of the parts that it leaves alone in its plain one.
     """
     if header is not None:
         return sum(_file_tensors(spec, wanted, header))
-    from headrace.spec.accounting import UNQUANTIZED_PARTS
-
     blocks = BLOCK_KINDS.get(spec.checkpoint_precision)
-    unpacked = spec.checkpoint_precision if blocks is None else spec.plain_precision
-    plain = {"fp32": "f32", "fp16": "f16"}.get(unpacked, "bf16")
-    kept = UNQUANTIZED_PARTS | frozenset(spec.unquantized_parts)
+    kinds = _named_kinds(spec, blocks) if stored is None else _stored_kinds(spec, stored, blocks)
     total = 0
     for w in weights(spec, mtp=False):
         if len(w.shape) == 1:
             total += w.copies * 4 * w.shape[0]
         else:
-            stored = plain
-            if blocks is not None and w.linear and not kept & {w.role, f"{w.role}@{w.layer}"}:
-                stored = blocks
-            form = packing(stored, wanted, _role(w.role))
-            total += w.copies * aligned(form.nbytes(*w.shape))
+            for _ in range(w.copies):
+                total += aligned(packing(kinds(w), wanted, _role(w.role)).nbytes(*w.shape))
     return total
+
+
+def _named_kinds(spec: ModelSpec, blocks: str | None) -> Callable[[Weight], str]:
+    """The ggml type of a matrix by what the configuration says."""
+    from headrace.spec.accounting import UNQUANTIZED_PARTS
+
+    unpacked = spec.checkpoint_precision if blocks is None else spec.plain_precision
+    plain = {"fp32": "f32", "fp16": "f16"}.get(unpacked, "bf16")
+    kept = UNQUANTIZED_PARTS | frozenset(spec.unquantized_parts)
+
+    def kind(w: Weight) -> str:
+        return blocks if blocks and w.linear and not kept & {w.role, f"{w.role}@{w.layer}"} else plain
+
+    return kind
+
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blk)\.(\d+)\.")
+_PLAIN_DTYPES = {"F64": "f32", "F32": "f32", "F16": "f16", "BF16": "bf16"}
+
+
+def _stored_kinds(spec: ModelSpec, stored: Mapping[str, StoredTensor], blocks: str | None) -> Callable[[Weight], str]:
+    """The ggml type of a matrix by the files' own headers; each call takes one matrix of its part, layer and shape.
+
+    Which of several alike is which does not matter, since they pack to the same bytes. A quantized checkpoint has no plain
+    tensor for a quantized matrix, so what is not found is one.
+    """
+    from headrace.spec.quantization import module_part
+
+    plain: dict[tuple[str, int, tuple[int, ...]], list[str]] = {}
+    for name, tensor in stored.items():
+        kind = _PLAIN_DTYPES.get(tensor.dtype)
+        if kind is None or not name.endswith(".weight") or len(tensor.shape) < 2:
+            continue
+        module = name.removesuffix(".weight")
+        found = _LAYER.search(module)
+        layer, part = int(found[1]) if found else -1, module_part(module) or "extra"
+        *copies, outputs, inputs = tensor.shape
+        for rows in _split_rows(spec, part, layer, outputs, inputs):
+            plain.setdefault((part, layer, (rows, inputs)), []).extend([kind] * prod(copies))
+    missing = blocks or {"fp32": "f32", "fp16": "f16"}.get(spec.checkpoint_precision, "bf16")
+
+    def kind_of(w: Weight) -> str:
+        alike = plain.get((w.role, w.layer, w.shape))
+        return alike.pop() if alike else missing
+
+    return kind_of
+
+
+def _split_rows(spec: ModelSpec, part: str, layer: int, outputs: int, inputs: int) -> tuple[int, ...]:
+    """Outputs of the matrices that a stored one is split into: projections that are stored below each other, else itself.
+
+    No other matrix of a layer has the shape of queries, keys and values together, or of gate and up.
+    """
+    if not 0 <= layer < len(spec.layers) or inputs != spec.hidden_size:
+        return (outputs,)
+    mixer, mlp = spec.layers[layer].mixer, spec.layers[layer].mlp
+    if part == "attention" and isinstance(mixer, Attention):
+        each = (mixer.num_heads * mixer.head_dim, *(2 * (mixer.num_kv_heads * mixer.head_dim,)))
+        return each if sum(each) == outputs else (outputs,)
+    if part == "mlp" and isinstance(mlp, DenseMLP) and outputs == 2 * mlp.intermediate:
+        return (mlp.intermediate, mlp.intermediate)
+    return (outputs,)
 
 
 def _role(part: str) -> Role:
@@ -159,4 +223,6 @@ def _file_tensors(spec: ModelSpec, wanted: str, header: GGUFHeader) -> Iterator[
             continue
         *copies, outputs, inputs = tensor.shape
         form = packing(tensor.type.name, wanted, _role(part))
-        yield (copies[0] if copies else 1) * aligned(form.nbytes(outputs, inputs))
+        found = _LAYER.search(tensor.name)
+        for rows in _split_rows(spec, part, int(found[1]) if found else -1, outputs, inputs):
+            yield prod(copies) * aligned(form.nbytes(rows, inputs))

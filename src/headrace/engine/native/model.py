@@ -154,7 +154,8 @@ class NativeModel:
         self._pool = pool
         self._available = available
         header = files.gguf() if files.kind == "gguf" and not dummy else None
-        predicted = native_weight_bytes(self.spec, _dummy_weights(options.weights, self.spec, dummy), header)
+        stored = files.safetensors() if files.kind == "hf" and not dummy else None
+        predicted = native_weight_bytes(self.spec, _dummy_weights(options.weights, self.spec, dummy), header, stored)
         self._memory = [MemoryItem("weights", predicted, plan.arena.nbytes)]
 
     def kv_budget_bytes(self, memory_fraction: float, max_num_seqs: int, max_batched_tokens: int) -> int:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +10,10 @@ import numpy.typing as npt
 
 from headrace.base.errors import CorruptCheckpoint, UnsupportedModel
 from headrace.engine.weights.source import Floats, Stored, finite
+from headrace.spec.safetensors import INDEX, StoredTensor, checkpoint_paths, read_headers
 
-_MAX_HEADER_BYTES = 100_000_000
+__all__ = ["INDEX", "SafetensorsRows", "SafetensorsSource", "checkpoint_paths"]
+
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _CODE_DTYPES = {
     "I8": "i1",
@@ -27,29 +26,14 @@ _CODE_DTYPES = {
 }
 """Types that only quantized checkpoints use; floats of 8 bits are given as their bytes."""
 _GGML_NAMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
-INDEX = "model.safetensors.index.json"
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
 
 
 class SafetensorsSource:
     """A `TensorSource` over the files of one checkpoint; every header is checked against its file when it is opened."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self._entries: dict[str, _Entry] = {}
+        self._entries = read_headers(paths)
         self._maps: dict[Path, np.memmap] = {}
-        for path in paths:
-            for name, entry in _read_header(path).items():
-                if name in self._entries:
-                    raise CorruptCheckpoint(f"tensor {name!r} is in two shards", field=name)
-                self._entries[name] = entry
 
     def names(self) -> Iterable[str]:
         return self._entries
@@ -80,7 +64,7 @@ class SafetensorsSource:
         unsigned numbers of their bits."""
         return self._mapped(name, _DTYPES | _CODE_DTYPES)
 
-    def _entry(self, name: str) -> _Entry:
+    def _entry(self, name: str) -> StoredTensor:
         if name not in self._entries:
             raise CorruptCheckpoint(f"tensor {name!r} is missing", field=name)
         return self._entries[name]
@@ -105,61 +89,9 @@ class SafetensorsRows:
         return _to_fp32(self._mapped[ids])
 
 
-def checkpoint_paths(folder: Path) -> tuple[Path, ...]:
-    """The safetensors files of a model folder; a shard that its index names and that is absent is a CorruptCheckpoint."""
-    index = folder / INDEX
-    if index.exists():
-        try:
-            table = json.loads(index.read_text())["weight_map"]
-            shards = sorted(set(table.values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CorruptCheckpoint(f"{INDEX} is not a weights index: {error}", field=str(index)) from None
-        for shard in shards:
-            if not isinstance(shard, str):
-                raise CorruptCheckpoint(f"{INDEX} names a shard {shard!r}", field=str(index))
-            if Path(shard).name != shard or not (folder / shard).is_file():
-                raise CorruptCheckpoint(f"shard {shard} named by {INDEX} is missing", field=shard or str(index))
-        return tuple(folder / shard for shard in shards)
-    return tuple(sorted(folder.glob("*.safetensors")))
-
-
 def _to_fp32(array: npt.NDArray[np.generic]) -> Floats:
     if array.dtype == np.uint16:
         out = np.empty(array.shape, np.float32)
         np.left_shift(array, 16, out=out.view(np.uint32), dtype=np.uint32)
         return out
     return array.astype(np.float32, copy=False)
-
-
-def _read_header(path: Path) -> dict[str, _Entry]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or not 0 < length <= min(size - 8, _MAX_HEADER_BYTES):
-            raise CorruptCheckpoint(f"{path.name} is truncated or not a safetensors file", field=str(path))
-        try:
-            table = json.loads(file.read(length))
-        except ValueError as error:
-            raise CorruptCheckpoint(f"{path.name} has a damaged header: {error}", field=str(path)) from None
-    if not isinstance(table, dict):
-        raise CorruptCheckpoint(f"{path.name} has a damaged header", field=str(path))
-    table.pop("__metadata__", None)
-    return {name: _entry(path, name, fields, 8 + length, size) for name, fields in table.items()}
-
-
-def _entry(path: Path, name: str, fields: object, start: int, size: int) -> _Entry:
-    try:
-        dtype, shape = str(fields["dtype"]), tuple(int(n) for n in fields["shape"])
-        begin, end = (int(n) for n in fields["data_offsets"])
-    except (KeyError, TypeError, ValueError):
-        raise CorruptCheckpoint(f"tensor {name!r} has a damaged entry in {path.name}", field=name) from None
-    if min((begin, *shape), default=0) < 0 or end < begin:
-        raise CorruptCheckpoint(f"tensor {name!r} has impossible offsets or shape in {path.name}", field=name)
-    if start + end > size:
-        raise CorruptCheckpoint(
-            f"tensor {name!r} ends at byte {start + end}, {path.name} at {size}: truncated?", field=name
-        )
-    stored = (_DTYPES | _CODE_DTYPES).get(dtype)
-    if stored is not None and end - begin != prod(shape) * np.dtype(stored).itemsize:
-        raise CorruptCheckpoint(f"tensor {name!r}: {end - begin} bytes do not hold {dtype} {list(shape)}", field=name)
-    return _Entry(path, dtype, shape, start + begin, end - begin)
