@@ -163,7 +163,7 @@ def _texts(files: ModelFiles, chat_template: Path | None) -> tuple[Tokenizer, Ch
 
 
 def _pages() -> Mapping[str, ASGIApp]:
-    """Pages of other rooms that the server shows beside the API."""
+    """Pages of other packages that the server shows beside the API."""
     from headrace.plan import web
 
     return {"/plan": web.app()}
