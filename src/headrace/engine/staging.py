@@ -4,28 +4,14 @@ one group per slot (and layer). No arrays of keys here, only what they are."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from headrace.spec.cache import CacheLayout
+from headrace.spec.precision import kv_precision
+
 Ints = npt.NDArray[np.int64]
-
-
-class Ranges(Protocol):
-    """A step as `StagedGroups` sees it: per sequence its slot, its first position and how many it computes, and per cache group the
-    sequences' block tables. `headrace.engine.batch.Batch` is one."""
-
-    @property
-    def slots(self) -> Ints: ...
-    @property
-    def starts(self) -> Ints: ...
-    @property
-    def lengths(self) -> Ints: ...
-    @property
-    def tables(self) -> Sequence[npt.NDArray[np.int32]]: ...
-    @property
-    def block_tokens(self) -> int: ...
 
 
 class StagedGroups:
@@ -34,9 +20,9 @@ class StagedGroups:
     They are those of a block's unfinished group as long as nobody else has written to the block or copied into it.
     """
 
-    def __init__(self, group_tokens: int, num_groups: int, max_num_seqs: int, num_blocks: int) -> None:
-        self._size = group_tokens
-        shape = (num_groups, max_num_seqs)
+    def __init__(self, layout: CacheLayout, max_num_seqs: int, num_blocks: int) -> None:
+        self._size, self._block_tokens = kv_precision(layout.kv_precision).key_group, layout.block_tokens
+        shape = (layout.num_groups, max_num_seqs)
         self._block = np.full(shape, -1, np.int64)
         self._end = np.zeros(shape, np.int64)
         self._owner = np.full(num_blocks, -1, np.int64)
@@ -45,13 +31,15 @@ class StagedGroups:
         """These blocks hold something else now."""
         self._owner[list(targets)] = -1
 
-    def begin(self, batch: Ranges, group: int) -> npt.NDArray[np.bool_]:
-        """Note what a step will stage in cache group `group`. Returns the sequences that go on inside a group of tokens whose
-        keys are not staged and must be read back from their codes first."""
-        slots, starts, table = batch.slots, batch.starts, batch.tables[group]
-        ends = starts + batch.lengths
+    def begin(
+        self, group: int, slots: Ints, starts: Ints, lengths: Ints, table: npt.NDArray[np.int32]
+    ) -> npt.NDArray[np.bool_]:
+        """Note what a step will stage in cache group `group`, where sequence i computes positions [starts[i], starts[i] +
+        lengths[i]) and has the blocks `table[i]`. Returns the sequences that go on inside a group of tokens whose keys are not
+        staged and must be read back from their codes first."""
+        ends = starts + lengths
         rows = np.arange(len(slots))
-        first_block, last_block = starts // batch.block_tokens, (ends - 1) // batch.block_tokens
+        first_block, last_block = starts // self._block_tokens, (ends - 1) // self._block_tokens
         first, last = table[rows, first_block], table[rows, last_block]
         staged = (
             (self._block[group, slots] == first)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -18,17 +15,6 @@ from headrace.spec.cache import CacheLayout
 from headrace.spec.precision import kv_precision
 
 
-@dataclass(frozen=True, slots=True)
-class _Ranges:
-    """What `StagedGroups` asks of a step."""
-
-    slots: npt.NDArray[np.int64]
-    starts: npt.NDArray[np.int64]
-    lengths: npt.NDArray[np.int64]
-    tables: Sequence[npt.NDArray[np.int32]]
-    block_tokens: int
-
-
 class StagedKeys:
     """`layers` [layers, slots, kv_heads, group, head_dim], in the type that is computed in; the host's part is what `plan` keeps."""
 
@@ -40,7 +26,7 @@ class StagedKeys:
         shape = (num_layers, limits.max_num_seqs, layout.num_kv_heads, self._size, layout.head_dim)
         self.layers = torch.empty(shape, dtype=dtype, device=device)
         self._layout = layout
-        self._groups = StagedGroups(self._size, layout.num_groups, limits.max_num_seqs, limits.num_blocks)
+        self._groups = StagedGroups(layout, limits.max_num_seqs, limits.num_blocks)
 
     @property
     def nbytes(self) -> int:
@@ -58,12 +44,12 @@ class StagedKeys:
         slots, starts, lengths = (
             np.array([getattr(c, name) for c in plan.chunks], np.int64) for name in ("slot", "start", "length")
         )
-        ranges = _Ranges(slots, starts, lengths, [t[slots] for t in tables], self._layout.block_tokens)
-        found = {}
-        for group, table in enumerate(ranges.tables):
-            rows = np.flatnonzero(self._groups.begin(ranges, group))
+        width, found = int((starts + lengths - 1).max()) // self._layout.block_tokens + 1, {}
+        for group, whole in enumerate(tables):
+            table = whole[slots, :width]
+            rows = np.flatnonzero(self._groups.begin(group, slots, starts, lengths, table))
             if len(rows):
-                places = group_places(table, rows, starts[rows] // self._size, ranges.block_tokens, self._size)
+                places = group_places(table, rows, starts[rows] // self._size, self._layout.block_tokens, self._size)
                 found[f"restaged {group}"] = np.stack([slots[rows], places], 1).astype(np.int32)
         return found
 

@@ -79,7 +79,7 @@ class Int4Pool(CodedPool):
         self._staged = torch.zeros(num_layers, limits.max_num_seqs, GROUP, heads, dim, dtype=dtype)
         self.staging_bytes = self._staged.nbytes
         self.steps: list[_Step] = []
-        self._groups = StagedGroups(GROUP, layout.num_groups, limits.max_num_seqs, limits.num_blocks)
+        self._groups = StagedGroups(layout, limits.max_num_seqs, limits.num_blocks)
         self._num_groups = layout.num_groups
 
     def layer(self, layer: int, slot: int, group: int) -> Int4Layer:
@@ -96,7 +96,7 @@ class Int4Pool(CodedPool):
     def _step(self, batch: Batch, group: int) -> _Step:
         slots, starts, table = batch.slots, batch.starts, batch.tables[group]
         ends = starts + batch.lengths
-        restored = np.flatnonzero(self._groups.begin(batch, group))
+        restored = np.flatnonzero(self._groups.begin(group, slots, starts, batch.lengths, table))
         owners, indices, firsts = touched_groups(starts, batch.lengths, GROUP)
         at = np.minimum(indices[:, None] * GROUP + np.arange(GROUP), ends[owners][:, None] - 1)
         own_rows = batch.first_rows[owners][:, None] + at - starts[owners][:, None]

@@ -17,7 +17,6 @@ from headrace.engine.sampler.rows import Rows, Sampled
 from headrace.engine.sampler.state import SamplingState
 from headrace.engine.staging import StagedGroups
 from headrace.spec.cache import CacheLayout
-from headrace.spec.precision import kv_precision
 
 KV_TYPES = {"fp16": 0, "fp32": 1, "int8": 2, "fp8": 3, "int4": 4, "bf16": 5}
 
@@ -58,8 +57,7 @@ class NativeCompute:
         self._groups: StagedGroups | None = None
         self.staging = buffer(staging_bytes)
         if staging_bytes:
-            size = kv_precision(layout.kv_precision).key_group
-            self._groups = StagedGroups(size, layout.num_groups, max_num_seqs, num_blocks)
+            self._groups = StagedGroups(layout, max_num_seqs, num_blocks)
             model.set_staging(self.staging, max_num_seqs)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -78,7 +76,8 @@ class NativeCompute:
         broken = np.zeros(count, np.uint8)
         staging: tuple[np.ndarray, ...] = ()
         if self._groups is not None:
-            restored = [self._groups.begin(batch, group) for group in range(len(tables))]
+            place = batch.slots, batch.starts, batch.lengths
+            restored = [self._groups.begin(group, *place, table) for group, table in enumerate(tables)]
             staging = (batch.slots.astype(np.int32), np.concatenate(restored).astype(np.uint8))
         given = (
             batch.tokens,
