@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
@@ -18,13 +19,24 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         os.fchmod(handle, 0o644)  # a temporary file is private, the file it becomes is not
-        with os.fdopen(handle, "wb") as out:
+        with naming(path), os.fdopen(handle, "wb") as out:
             out.write(raw)
             out.flush()
             os.fsync(out.fileno())
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an OSError say that it is about `path`: writing, flushing and syncing know a number only, so a full disk has no name."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
         raise
 
 

@@ -12,6 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from headrace.base.errors import InvalidInput
+from headrace.base.files import naming
 
 RECORDS_FILE = "records.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -105,15 +106,18 @@ class RecordLog:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _drop_partial_line(path)
+        self._path = path
         self._file = path.open("ab")
         self._encoder = msgspec.json.Encoder()
 
     def append(self, record: msgspec.Struct) -> None:
-        self._file.write(self._encoder.encode(record) + b"\n")
-        self._file.flush()
+        with naming(self._path):
+            self._file.write(self._encoder.encode(record) + b"\n")
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        with naming(self._path):
+            self._file.close()
 
     def __enter__(self) -> RecordLog:
         return self

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import importlib
+import os
 import pkgutil
+import stat
 import sys
 from typing import TYPE_CHECKING
 
@@ -97,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
         if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         wrong = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)
-        path = None if error.filename is None else str(error.filename)
+        path = _standard_output() if error.filename is None else str(error.filename)
         said = HeadraceError(error.strerror or type(error).__name__, field=path)
         sys.exit(_say(said, 2 if isinstance(error, wrong) else 1))
 
@@ -117,6 +119,15 @@ def _run_plain(verb: str, arguments: list[str]) -> bool:
         print("Aborted.", file=sys.stderr)
         sys.exit(1)
     return True
+
+
+def _standard_output() -> str | None:
+    """Its name if it goes where there may be no room: files that we write are named in their errors, a stream is not."""
+    try:
+        mode = os.fstat(sys.stdout.fileno()).st_mode
+    except (OSError, ValueError, AttributeError):  # closed, or replaced by something that is no file
+        return None
+    return None if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or sys.stdout.isatty() else "standard output"
 
 
 def _say(error: HeadraceError, code: int) -> int:

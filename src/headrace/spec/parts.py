@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from headrace.base.errors import CorruptCheckpoint
-from headrace.base.files import cache_dir
+from headrace.base.files import cache_dir, naming
 
 
 def joined(package: str) -> Path | None:
@@ -31,7 +31,7 @@ def joined(package: str) -> Path | None:
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".joining.")
     try:
         digest = hashlib.sha256()
-        with os.fdopen(handle, "wb") as out:
+        with naming(target), os.fdopen(handle, "wb") as out:
             for part in parts:
                 with part.open("rb") as file:
                     while block := file.read(1 << 20):

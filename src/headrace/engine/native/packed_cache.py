@@ -21,7 +21,7 @@ from pathlib import Path
 import headrace_native
 import numpy as np
 
-from headrace.base.files import cache_dir, identity, remove_others
+from headrace.base.files import cache_dir, identity, naming, remove_others
 from headrace.base.units import ceil_div
 from headrace.engine.native.arena import Arena
 from headrace.engine.native.memory import buffer, huge_file_bytes, mapped
@@ -110,7 +110,7 @@ def write(path: Path, key: bytes, memory: np.ndarray, pool: headrace_native.Pool
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".packing.")
     try:
-        with os.fdopen(handle, "wb", buffering=0) as out:
+        with naming(path), os.fdopen(handle, "wb", buffering=0) as out:
             head = _HEAD.pack(_MAGIC, key, len(memory), headrace_native.checksum(memory, pool))
             out.write(head)
             out.seek(_PAYLOAD_AT)  # what is left out takes no room

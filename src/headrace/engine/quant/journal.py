@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import InvalidInput
+from headrace.base.files import naming
 
 NAME = "quantize.jsonl"
 _PARTS = {"part": str, "tensors": list, "bytes": int, "file_bytes": int}
@@ -83,9 +84,10 @@ class Journal:
         return InvalidInput(f"{NAME} is damaged: {how}", field="out", remedy="give an empty folder")
 
     def _append(self, line: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(line).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with naming(Path(self._file.name)):
+            self._file.write(json.dumps(line).encode() + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
 
 def _types(line: Mapping[str, Any]) -> dict[str, type]:

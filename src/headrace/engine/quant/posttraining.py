@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from headrace.base.errors import CorruptCheckpoint, HeadraceError, InvalidInput, UnsupportedModel
-from headrace.base.files import write_atomic
+from headrace.base.files import naming, write_atomic
 from headrace.engine.models import MODELS
 from headrace.engine.models._support import unsupported
 from headrace.engine.quant import export
@@ -219,7 +219,7 @@ class _Run:
                 field=str(temporary),
                 remedy="make room and repeat the command, which goes on from here",
             ) from None
-        with temporary.open("rb") as file:
+        with naming(temporary), temporary.open("rb") as file:
             os.fsync(file.fileno())
             # The library lets only the owner read; the journal was made with the user's own umask.
             os.fchmod(file.fileno(), (self._out / JOURNAL).stat().st_mode & 0o777)
