@@ -299,12 +299,15 @@ class Bench:
         report(step="submit", host_ms=medians)
 
     def profile(self) -> None:
-        """Device time of a step by kind of kernel."""
+        """Device time of a step by kind of kernel, beside the floor of the bytes and operations of just these steps."""
         from headrace.engine.cuda.timeline import profiled
+        from headrace.engine.roofline import ceilings, floors
+        from headrace.spec.locate import locate
 
         shared = "shared 2048"
         cases = (
             (1, 128, 40),
+            (8, 512, 40),
             (64, 512, 40),
             (256, 512, 24),
             (1, 16384, 24),
@@ -312,21 +315,38 @@ class Bench:
             (1, 16384, 1),
             (64, shared, 40),
         )
-        for batch, prompt, count in cases:
+        info, card = self.core.info, ceilings("NVIDIA H200")
+        spec = locate(self.config.model).spec()
+        executor, real = self.core.executor, self.core.executor.submit
+        computed: list = []
+
+        def recorded(plan):
+            if plan.chunks:
+                computed.append(plan.chunks)
+            return real(plan)
+
+        for place, (batch, prompt, count) in enumerate(cases):
             if prompt == shared:
                 asks = [(p, count) for p, _ in prefix(seed=77)]
             else:
-                asks = [(single(prompt, 3_000_000 + batch * 300 + prompt + k), count) for k in range(batch)]
+                # Prompts of their own: a prefix cache must not answer one case with another's.
+                asks = [(single(prompt, 3_000_000 + 1000 * place + k), count) for k in range(batch)]
             if count > 1:
                 self.generate([(p, 1) for p, _ in asks])
-            before = self.engine.stats.steps
+            computed.clear()
+            executor.submit = recorded
             kinds, span = profiled(lambda a=asks: self.generate(a), 1)
-            time.sleep(0.05)
-            steps = self.engine.stats.steps - before
+            executor.submit = real
+            steps = len(computed)
+            least: dict[str, float] = {}
+            for chunks in computed:
+                for kind, us in floors(spec, info.weights_precision, info.kv_precision, chunks, card).items():
+                    least[kind] = least.get(kind, 0.0) + us / steps
             report(
                 step="profile", B=batch, prompt=prompt, steps=steps, span_us=round(span / steps, 1),
                 busy_us=round(sum(k.us for k in kinds) / steps, 1),
                 kinds={k.kind: (round(k.us / steps, 1), round(k.launches / steps, 1)) for k in kinds},
+                floors_us={k.kind: round(least[k.kind], 1) for k in kinds if k.kind in least},
                 names={n: round(t / steps, 1) for k in kinds for n, t in k.names.items() if t / steps > 20},
             )  # fmt: skip
 

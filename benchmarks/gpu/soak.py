@@ -2,11 +2,14 @@
 
 The pool takes its usual share of the card; the first prompts are unrelated and fill it, and every block handed out later is
 taken from the prefix cache or from a preempted sequence. Counts errors, and tells the least free memory seen. Few layers
-(`checkpoint.py FOLDER qwen3-8-layers`) make many steps of a minute.
+(`checkpoint.py FOLDER qwen3-8-layers`) make many steps of a minute. `num_blocks=9000` leaves the card to others. However large the
+pool is, once the engine is ready torch may hold no more than was predicted and the engine's reserve: what does not fit there
+fails as it would on a full card. `seed=N` draws other requests.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import random
@@ -16,6 +19,7 @@ import time
 import torch
 
 from headrace.control.request import Request, Sampling
+from headrace.engine.cuda.model import RESERVE_BYTES
 from headrace.engine.inprocess import InProcessEngine
 from headrace.engine.launch import launch
 from headrace.spec.config import EngineConfig
@@ -49,7 +53,14 @@ def free_bytes() -> int:
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
 
 
-def main(model: str, steps: int, options: dict[str, str]) -> None:
+def value(text: str) -> float | int | str:
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def main(model: str, steps: int, options: dict[str, float | int | str]) -> None:
     """`options`: fields of EngineConfig that differ from the defaults here, say attention=flashinfer."""
     sizes: dict[str, object] = {
         "max_model_len": 20480,
@@ -57,10 +68,15 @@ def main(model: str, steps: int, options: dict[str, str]) -> None:
         "memory_fraction": 0.88,
         "backend": "cuda",
     }
-    sizes |= {k: int(v) if v.isdigit() else v for k, v in options.items()}
+    sizes |= options
+    seed = int(sizes.pop("seed", 5))  # type: ignore[call-overload]
     core = launch(EngineConfig(model=model, **sizes))  # type: ignore[arg-type]
+    if torch.cuda.is_available():
+        held = sum(m.predicted_bytes for m in core.info.memory) + RESERVE_BYTES
+        torch.cuda.set_per_process_memory_fraction(held / torch.cuda.get_device_properties(0).total_memory)
+        print("RES", json.dumps({"step": "limit", "bytes": held, "blocks": core.info.num_blocks}), flush=True)
     engine = InProcessEngine(core)
-    rng = random.Random(5)
+    rng = random.Random(seed)
     arrived: queue.SimpleQueue = queue.SimpleQueue()
     live: set[str] = set()
     made = ended = aborted = 0
@@ -122,6 +138,6 @@ def main(model: str, steps: int, options: dict[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    given = dict(a.split("=", 1) for a in sys.argv[2:] if "=" in a)
+    given = {k: value(v) for k, v in (a.split("=", 1) for a in sys.argv[2:] if "=" in a)}
     counts = [int(a) for a in sys.argv[2:] if "=" not in a]
     main(sys.argv[1], counts[0] if counts else 10_000, given)
