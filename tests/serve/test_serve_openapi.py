@@ -119,6 +119,43 @@ async def test_every_route_is_documented_and_every_path_routed(served):
     assert routed == {(path, method) for path, item in document["paths"].items() for method in item}
 
 
+async def test_unknown_fields_are_in_the_document_what_the_server_makes_of_them(serve):
+    """Ignored at every depth where it was told so; answers stay as closed as they are, and what is refused stays refused."""
+    from jsonschema import Draft202012Validator
+
+    async def schemas(**config):
+        served = serve(**config)
+        return served, (await served.http.get("/openapi.json")).json()
+
+    def accepts(document, name, body):
+        schema = {"$ref": f"#/components/schemas/{name}", "components": document["components"]}
+        return Draft202012Validator(schema).is_valid(body)
+
+    message = {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]}
+    bodies = [{"messages": USER, "cache_prompt": True}, {"messages": [message]}, {"messages": USER, "functions": []}]
+    served, closed = await schemas()
+    assert not any(accepts(closed, "ChatRequest", {"model": MODEL, **body}) for body in bodies)
+    served, opened = await schemas(ignore_unknown_fields=True)
+    assert [accepts(opened, "ChatRequest", {"model": MODEL, **body}) for body in bodies] == [True, True, False]
+    for body in bodies:
+        answer = await served.http.post("/v1/chat/completions", json={"model": MODEL, "max_tokens": 1, **body})
+        assert (answer.status_code == 200) == accepts(opened, "ChatRequest", {"model": MODEL, **body})
+    assert accepts(opened, "ChatRequest", {"model": MODEL, "messages": USER, "functions": None})
+    answer = {"error": {"message": "m", "type": "t", "param": None, "code": None}}
+    assert accepts(opened, "Error", answer)
+    assert not accepts(opened, "Error", answer | {"more": 1})
+
+
+def test_values_that_clients_wrote_are_not_kept():
+    """The parser would hold up to 16,384 strings shorter than 64 bytes for as long as the server runs."""
+    from headrace.serve.protocol.completions import CompletionRequest
+
+    body = b'{"model": "m", "prompt": "a short prompt that nobody has sent before"}'
+    first, second = (CompletionRequest.model_validate_json(body) for _ in range(2))
+    assert first.prompt == second.prompt
+    assert first.prompt is not second.prompt
+
+
 async def test_answers_fit_their_documented_shapes(served):
     from headrace.serve.protocol import responses
 

@@ -12,11 +12,12 @@ from headrace.serve.config import ServeConfig
 from headrace.serve.protocol import responses
 from headrace.serve.protocol.chat import ChatRequest
 from headrace.serve.protocol.completions import CompletionRequest
+from headrace.serve.protocol.strict import StrictModel
 from headrace.serve.protocol.tokens import DetokenizeRequest, TokenizeMessages, TokenizeText
 
-Shapes = tuple[type[BaseModel], ...]
+Requests = tuple[type[StrictModel], ...]
 
-_POSTS: tuple[tuple[str, str, Shapes, type[BaseModel], type[BaseModel] | None], ...] = (
+_POSTS: tuple[tuple[str, str, Requests, type[BaseModel], type[BaseModel] | None], ...] = (
     ("/v1/completions", "Continue prompts", (CompletionRequest,), responses.Completion, responses.Completion),
     (
         "/v1/chat/completions",
@@ -53,7 +54,9 @@ _ERRORS = {
 
 def openapi_document(info: EngineInfo, config: ServeConfig) -> dict[str, Any]:
     """OpenAPI 3.2 (the first that describes event streams) for this server: model names and the vocabulary's size are part of it."""
-    shapes = [s for _, _, requests, *answers in _POSTS for s in (*requests, *answers) if s is not None]
+    shapes: list[type[BaseModel]] = [
+        s for _, _, requests, *answers in _POSTS for s in (*requests, *answers) if s is not None
+    ]
     shapes += [shape for _, _, shape in _GETS if shape is not None]
     shapes.append(responses.Error)
     _, definitions = models_json_schema(
@@ -61,6 +64,10 @@ def openapi_document(info: EngineInfo, config: ServeConfig) -> dict[str, Any]:
     )
     schemas: dict[str, Any] = definitions["$defs"]
     _bind(schemas, info, config)
+    if config.ignore_unknown_fields:
+        for _, _, requests, *_ in _POSTS:
+            for request in requests:
+                _open(schemas, request)
     paths: dict[str, Any] = {}
     for path, summary, requests, answer, event in _POSTS:
         content: dict[str, Any] = {"application/json": _ref(answer)}
@@ -120,6 +127,29 @@ def _responses(content: dict[str, Any], errors: tuple[str, ...]) -> dict[str, An
         for status in errors
     }
     return {"200": {"description": "Success", "content": content}, **failed}
+
+
+def _open(schemas: dict[str, Any], request: type[StrictModel]) -> None:
+    """Let a request and all in it have fields that it does not know, but for those that are refused in any case."""
+    seen: set[str] = set()
+
+    def visit(node: Any) -> None:
+        if isinstance(node, dict):
+            if node.get("additionalProperties") is False:
+                del node["additionalProperties"]
+            name = str(node.get("$ref", "")).rpartition("/")[2]
+            if name and name not in seen:
+                seen.add(name)
+                visit(schemas[name])
+            for value in node.values():
+                visit(value)
+        elif isinstance(node, list):
+            for value in node:
+                visit(value)
+
+    visit(schemas[request.__name__])
+    for name, reason in request.UNSUPPORTED.items():
+        schemas[request.__name__]["properties"][name] = {"type": "null", "description": f"Not supported: {reason}"}
 
 
 def _bind(schemas: dict[str, Any], info: EngineInfo, config: ServeConfig) -> None:

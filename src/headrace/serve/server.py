@@ -53,7 +53,7 @@ async def run(
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return; raises `InvalidInput` if the address is taken.
 
-    `listening` is called once clients can connect.
+    `listening` is called once clients can connect. `access_log` logs each request at level info as `uvicorn.access`.
 
     Draining: new requests get 503, running ones may finish for `drain_s` seconds, the rest ends with an error. A
     second signal ends the wait. A client that takes nothing of its answer for `stall_limit_s` seconds is cut off.
@@ -65,12 +65,17 @@ async def run(
         loop="none",
         http=connections(stall_limit_s),
         ws="none",
+        log_config=None,  # its lines go where ours go, in our format
         log_level="warning",
         access_log=access_log,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=5,
         lifespan="on",
     )
+    if access_log:  # a line of it is of level info
+        requests = logging.getLogger("uvicorn.access")
+        requests.setLevel(logging.INFO)
+        requests.propagate = True
     server = _Server(config, listening)
     gate: Gate = app.state.gate
     loop = asyncio.get_running_loop()

@@ -15,7 +15,8 @@ from headrace.serve.errors import ApiError, bad_field
 class StrictModel(BaseModel):
     """No coercion, no unknown fields, no NaN. `UNSUPPORTED` names API fields that we know and refuse, with the reason."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+    # By default the parser keeps thousands of short strings for good, and values are what clients wrote.
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, cache_strings="keys")
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {}
 
 
