@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serve_harness import MODEL
@@ -141,7 +142,8 @@ async def test_refusals_are_counted_by_status_and_code(serve):
     }
 
 
-async def test_a_server_says_that_it_serves_once_it_listens_and_not_when_it_cannot(served):
+@pytest.mark.parametrize("access_log", [False, True])
+async def test_a_server_says_that_it_serves_once_it_listens_and_not_when_it_cannot(served, caplog, access_log):
     told = []
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -154,6 +156,7 @@ async def test_a_server_says_that_it_serves_once_it_listens_and_not_when_it_cann
             port=port,
             drain_s=0,
             stall_limit_s=9,
+            access_log=access_log,
             listening=lambda: told.append(socket.create_connection(("127.0.0.1", port)).close()),
         )
 
@@ -162,6 +165,10 @@ async def test_a_server_says_that_it_serves_once_it_listens_and_not_when_it_cann
     while not told:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
+    async with httpx.AsyncClient() as client:
+        await client.get(f"http://127.0.0.1:{port}/health?from=a-test")
+    lines = {record.getMessage() for record in caplog.records if record.name == "uvicorn.access"}
+    assert [("/health?from=a-test" in line, line.endswith(" 200")) for line in lines] == [(True, True)] * access_log
     os.kill(os.getpid(), signal.SIGTERM)
     await serving
     with socket.socket() as taken:
