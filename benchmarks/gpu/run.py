@@ -300,6 +300,8 @@ class Bench:
 
     def profile(self) -> None:
         """Device time of a step by kind of kernel, beside the floor of the bytes and operations of just these steps."""
+        import torch
+
         from headrace.engine.cuda.timeline import profiled
         from headrace.engine.roofline import ceilings, floors
         from headrace.spec.locate import locate
@@ -315,7 +317,7 @@ class Bench:
             (1, 16384, 1),
             (64, shared, 40),
         )
-        info, card = self.core.info, ceilings("NVIDIA H200")
+        info, card = self.core.info, ceilings(torch.cuda.get_device_name())
         spec = locate(self.config.model).spec()
         executor, real = self.core.executor, self.core.executor.submit
         computed: list = []

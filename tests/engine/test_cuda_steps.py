@@ -122,12 +122,31 @@ def test_overlapped_steps_take_ids_that_the_host_has_not_seen(qwen):
     runs.close()
 
 
+def test_chunks_take_sampled_ids_that_the_host_has_not_seen(qwen):
+    """As after a step that is computed anew from its first token."""
+    model, folder = qwen
+    runs = engine(folder)
+    prompt = [5, 9, 77, 30]
+    sequence = runs.add(prompt)
+    first = runs.executor.submit(runs.plan([(sequence, 4)]))
+    sequence.generated.append(0)  # a placeholder: the device alone knows it
+    second = runs.executor.submit(runs.plan([(sequence, 5)]))
+    tokens = list(prompt)
+    for step in (first, second):
+        (row,) = step.result().rows
+        tokens += row.token_ids
+    best = reference(model, tokens).argmax(-1).tolist()
+    assert tokens[4:] == best[3:-1]
+    assert tokens[4] != 0
+    runs.close()
+
+
 RULES = [
     {"temperature": 0.8, "seed": 3},
     {"temperature": 1.2, "top_k": 7, "top_p": 0.8, "seed": 4},
     {"temperature": 1.0, "min_p": 0.2, "seed": 5, "logprobs": 2},
     {"temperature": 0.0, "repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3},
-    {"temperature": 0.0, "logit_bias": {7: 4.0, 9: -50.0}, "min_tokens": 3, "stop_token_ids": (11,)},
+    {"temperature": 0.0, "logit_bias": {7: 4.0, 9: -50.0}, "min_tokens": 3, "stop_token_ids": (11,), "logprobs": 3},
 ]
 
 
@@ -139,9 +158,14 @@ def test_sampling_equals_the_torch_executor(qwen):
         sequences = [runs.add([3 + i, 40, 9, 9], max_tokens=8, **rules) for i, rules in enumerate(RULES)]
         runs.generate(sequences, 4)
         assert not any(s.errors for s in sequences)
-        found[backend.name] = [s.generated for s in sequences], [[e.token_id for e in s.logprobs] for s in sequences]
+        found[backend.name] = [s.generated for s in sequences], [s.logprobs for s in sequences]
         runs.close()
-    assert found["cuda"] == found["torch"]
+    (texts, ours), (same, theirs) = found["cuda"], found["torch"]
+    assert texts == same
+    assert [len(of) for of in ours] == [0, 0, len(texts[2]), 0, len(texts[4])]
+    for a, b in ((a, b) for of, wanted in zip(ours, theirs, strict=True) for a, b in zip(of, wanted, strict=True)):
+        assert (a.token_id, a.rank, a.top_ids) == (b.token_id, b.rank, b.top_ids)
+        assert np.abs(np.subtract([a.logprob, *a.top_logprobs], [b.logprob, *b.top_logprobs])).max() < TOLERANCE
 
 
 def test_a_broken_row_fails_alone_and_slots_are_clean_afterwards(qwen):
@@ -185,13 +209,34 @@ def test_every_kind_of_step_has_kernels_to_compile(tmp_path, name):
     runs.close()
 
 
+def versions_launched(monkeypatch, *, run: bool) -> list[tuple]:
+    """What is launched from now on, as Triton tells versions apart: by constants, types, alignment, and integers that are 1 or
+    multiples of 16."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    real, launched = InterpretedFunction.run, []
+
+    def version(value, told=True):
+        if isinstance(value, torch.Tensor):
+            return value.dtype, value.data_ptr() % 16 == 0
+        return ("one" if value == 1 else value % 16 == 0) if told and type(value) is int else type(value)
+
+    def launch(kernel, *given, grid, warmup, **named):
+        fixed = {k: v if isinstance(v, int | str) else version(v) for k, v in named.items()}
+        untold = kernel.kwargs["do_not_specialize"] or ()
+        values = [version(v, name not in untold) for v, name in zip(given, kernel.arg_names, strict=False)]
+        launched.append((kernel.fn.__name__, *values, *sorted(fixed.items())))
+        if run:
+            real(kernel, *given, grid=grid, warmup=warmup, **named)
+
+    monkeypatch.setattr(InterpretedFunction, "run", launch)
+    return launched
+
+
 @pytest.mark.skipif(ON_GPU, reason="launches are read where the interpreter takes them")
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("prompts", [False, True])
 def test_layers_that_warm_up_launch_every_version_of_a_kernel(tmp_path, name, prompts, monkeypatch):
-    """As Triton tells versions apart: by constants, types, alignment, and integers that are 1 or multiples of 16."""
-    from triton.runtime.interpreter import InterpretedFunction
-
     from headrace.engine.cuda.decoder import DeviceStep
 
     runs = engine(tiny_model(tmp_path, name, num_hidden_layers=13)[1])
@@ -207,18 +252,7 @@ def test_layers_that_warm_up_launch_every_version_of_a_kernel(tmp_path, name, pr
     if prompts:
         step.decode_rows, step.chunks, step.tiles, step.tile_rows = 2, blank[:4].view(1, 4), blank[:2].view(1, 2), 64
         step.picked = torch.zeros_like(blank[:3])
-    launched = []
-
-    def version(value):
-        if isinstance(value, torch.Tensor):
-            return value.dtype, value.data_ptr() % 16 == 0
-        return ("one" if value == 1 else value % 16 == 0) if type(value) is int else type(value)
-
-    def launch(kernel, *given, grid, warmup, **named):
-        fixed = {k: v if isinstance(v, int | str) else version(v) for k, v in named.items()}
-        launched.append((kernel.fn.__name__, *map(version, given), *sorted(fixed.items())))
-
-    monkeypatch.setattr(InterpretedFunction, "run", launch)
+    launched = versions_launched(monkeypatch, run=False)
 
     def versions(**given):
         launched.clear()
@@ -229,6 +263,28 @@ def test_layers_that_warm_up_launch_every_version_of_a_kernel(tmp_path, name, pr
     assert few_launches < all_launches
     assert whole
     assert some == whole
+    runs.close()
+
+
+@pytest.mark.skipif(ON_GPU, reason="launches are read where the interpreter takes them")
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_steps_launch_what_was_compiled_at_the_start(tmp_path, name, monkeypatch):
+    runs = engine(tiny_model(tmp_path, name)[1], max_num_seqs=8, num_blocks=120)
+    runner = runs.executor.runner
+    launched = versions_launched(monkeypatch, run=True)
+    for call in ("set_device", "synchronize"):
+        monkeypatch.setattr(torch.cuda, call, lambda device: None)
+    with monkeypatch.context() as unsafe:
+        unsafe.setattr("headrace.engine.cuda.runner.separate_launchers", lambda: False)  # one thread
+        runner._compile(runner._one_group)
+    compiled = set(launched)
+    launched.clear()
+    first, *others = [runs.add(list(range(3, 9 + k))) for k in range(6)]
+    runs.step([(first, 6)])
+    runs.step([(first, 1), (others[0], 7), (others[1], 5)])
+    runs.step([(first, 1), (others[0], 1), (others[1], 3), *((s, len(s.tokens)) for s in others[2:])])
+    runs.step([(s, 1) for s in (first, *others)])
+    assert set(launched) - compiled == set()
     runs.close()
 
 
