@@ -51,15 +51,15 @@ def ceilings(card: str) -> Ceilings:
 
 def floors(spec: ModelSpec, weights: str, kv: str, chunks: Sequence[ChunkShape], card: Ceilings) -> dict[str, float]:
     """Of one step over `chunks`, us by kind. Every weight and every cached token is read once (a prefix that sequences share,
-    once for each), every intermediate vector is written once and read once; what another kernel does on its way is in
-    neither's figure, so kinds that were not launched have a floor all the same.
+    once for each), every intermediate vector is written once and read once; what another kernel may do on its way, as
+    a sum of residuals, is in nobody's figure, so kinds that were not launched have a floor all the same.
     """
     tokens, rows = sum(c.length for c in chunks), sum(c.sample for c in chunks)
     work = flops(spec, chunks)
     cached = sum(kv_bytes(spec, kv, c.start + c.length) for c in chunks)
     hidden = inner = turned = 0.0
     for layer in spec.layers:
-        hidden += 8 * spec.hidden_size  # two norms: each reads the stream and what is added to it, and writes both
+        hidden += 4 * spec.hidden_size  # two norms: each reads the residual stream and writes what it makes of it
         if isinstance(layer.mlp, DenseMLP):
             inner += (2 + layer.mlp.gated) * layer.mlp.intermediate
         if isinstance(layer.mixer, Attention):
