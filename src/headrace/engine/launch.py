@@ -104,6 +104,12 @@ def launch(config: EngineConfig, *, files: ModelFiles | None = None, clock: Cloc
     core.info.startup_s.update(stages.seconds)
     for note in core.info.notes:
         log.info("%s", note)
+    for item in core.info.memory:
+        off = item.actual_bytes / item.predicted_bytes - 1 if item.predicted_bytes else 0.0
+        log.info(
+            "memory, %s: %s bytes predicted, %s held (%s)", item.name, f"{item.predicted_bytes:,}", f"{item.actual_bytes:,}",
+            f"{off:+.1%}" if off else "equal",
+        )  # fmt: skip
     return core
 
 
