@@ -15,7 +15,7 @@ from headrace.engine.cuda.bulk_decode import BulkDecode
 from headrace.engine.cuda.flashinfer import FlashInfer, Planned
 from headrace.engine.cuda.library import Library
 from headrace.engine.cuda.pool import KVPool
-from headrace.engine.cuda.products import Matrix, Products
+from headrace.engine.cuda.products import ROWWISE_ROWS, Matrix, Products
 from headrace.engine.cuda.staged import StagedKeys
 from headrace.engine.cuda.weights import DecoderWeights, LayerWeights
 from headrace.engine.frequencies import frequencies
@@ -681,27 +681,16 @@ class Decoder:
             if self.head_config(rows) is not None:
                 jobs.append(lambda: self._skinny_head(gained, self.logits[:rows], pdl=self._pdl))
             return jobs
-        w, mlp = weights.layers[0], self._spec.layers[0].mlp
+        w, mlp, pdl = weights.layers[0], self._spec.layers[0].mlp, self._pdl
         up = self._cut(0, rows, len(w.up))
         for matrix in (w.qkv, w.out, w.up, w.down):
             if not isinstance(matrix, torch.Tensor):
-                source, target = (
-                    self._cut(0, rows, matrix.shape[1]),
-                    self._cut(rows * matrix.shape[1], rows, len(matrix)),
-                )
-                jobs.append(lambda s=source, m=matrix, t=target: self._linear(s, m, None, t))
-        pdl = self._pdl
-        if (coded := self._products.rounding(w.qkv, rows)) is not None:
-            rounding = self._products.rounding
-            jobs += [
-                lambda: add_norm(x, None, w.attn_norm, h, self._eps, rounded=coded, pdl=pdl),
-                lambda: add_norm(x, h, w.attn_norm, h, self._eps, post_weight=w.post_mlp_norm, rounded=coded, pdl=pdl),
-                lambda: add_norm(x, h, w.mlp_norm, h, self._eps, post_weight=w.post_attn_norm, rounded=coded, pdl=pdl),
-                lambda: activate_rounded(up, rounding(w.down, rows), mlp.activation, gated=mlp.gated, pdl=pdl),
-            ]
+                jobs += [lambda n=n, m=matrix: self._some_product(n, m) for n in self._ways(matrix)]
+        if (coded := self._products.rounding(w.down, rows)) is not None:
+            jobs.append(lambda: activate_rounded(up, coded, mlp.activation, gated=mlp.gated, pdl=pdl))
         jobs.append(lambda: embed(step.ids, step.slots, self.last_ids, weights.embedding, x, 1.0, pdl=pdl))
         # Few rows and many have kernels of their own.
-        for n in {min(FEW_ROWS, self.tokens), self.tokens}:
+        for n in {min(FEW_ROWS, self.tokens), min(FEW_ROWS + 1, self.tokens)}:
             jobs += self._norm_jobs(w, self.x[:n], self._h[:n])
         jobs += [
             lambda: activate(
@@ -710,6 +699,15 @@ class Decoder:
             lambda: self.head(self.picked_x[: min(rows, self.rows)]),
         ]
         return jobs
+
+    def _ways(self, w: Matrix) -> list[int]:
+        """Numbers of rows that between them take every way of multiplying by `w` that steps with prompts may."""
+        sizes = sorted({min(n, self.tokens) for n in (MAX_ROWS.value, FEW_ROWS, ROWWISE_ROWS + 1)})
+        return list({self._products.way(n, w): n for n in sizes}.values())
+
+    def _some_product(self, rows: int, w: Matrix) -> None:
+        inner = w.shape[1]
+        self._linear(self._cut(0, rows, inner), w, None, self._cut(rows * inner, rows, len(w)))
 
     def _norm_jobs(self, w: LayerWeights, x: torch.Tensor, h: torch.Tensor) -> list[Callable[[], None]]:
         """`compile_jobs` of the norms of so many rows."""
@@ -720,14 +718,17 @@ class Decoder:
             lambda: add_norm(x, None, w.attn_norm, h, eps, bad=bad, pdl=pdl),
             lambda: add_norm(x, None, None, None, eps, bad=bad, pdl=pdl),
         ]
-        counts = {1}
-        if len(x) <= FEW_ROWS and len(self._parts_of_sums):
-            counts |= {
-                p for m in (w.out, w.down) if isinstance(m, torch.Tensor) for _, p in self.library.in_parts(*m.shape)
-            }
-        for n in counts:
-            y = h if n == 1 else self._parts_of_sums[:n].view(n, 1, -1)
-            rows = x if n == 1 else x[:1]
+        if (coded := self._products.rounding(w.qkv, len(x))) is not None:
+            jobs += [
+                lambda: add_norm(x, None, w.attn_norm, h, eps, rounded=coded, pdl=pdl),
+                lambda: add_norm(x, h, w.attn_norm, h, eps, post_weight=post_mlp, rounded=coded, pdl=pdl),
+                lambda: add_norm(x, h, w.mlp_norm, h, eps, post_weight=post_attn, rounded=coded, pdl=pdl),
+            ]
+        few = len(x) <= FEW_ROWS
+        matrices = [m for m in (w.out, w.down) if isinstance(m, torch.Tensor)]
+        for n in {1} | {p for m in matrices for most, p in self.library.in_parts(*m.shape) if few or most > FEW_ROWS}:
+            rows = x[:1] if few and n > 1 else x
+            y = h if n == 1 else self._parts_of_sums[: n * len(rows)].view(n, len(rows), -1)
             jobs += [
                 lambda x=rows, y=y: add_norm(x, y, w.mlp_norm, h, eps, post_weight=post_attn, pdl=pdl),
                 lambda x=rows, y=y: add_norm(x, y, w.attn_norm, h, eps, post_weight=post_mlp, bad=bad, pdl=pdl),

@@ -157,6 +157,10 @@ class Products:
             return None
         return Rounded(self._codes[kind][: rows * w.shape[1]].view(rows, w.shape[1]), self._scales[:rows])
 
+    def way(self, rows: int, w: Matrix) -> tuple[object, ...]:
+        """What tells the kernels of `linear` with so many rows from those with others."""
+        return self._many(rows, w) or self.config(rows, w), self.rounding(w, rows) is None, rows < ROWWISE_ROWS
+
     def linear(
         self, x: torch.Tensor | Rounded, w: QuantMatrix | PackedParts, bias: torch.Tensor | None, out: torch.Tensor
     ) -> None:

@@ -240,8 +240,9 @@ class Runner:
                 ids = blank[: count + 16]
                 step = DeviceStep(ids, ids, ids, count, blank[4:8].view(1, 4), blank[4:6].view(1, 2), SHORT_TILE)
                 jobs_beside += decoder.decode_jobs(step)
-        # Heads of mixed steps, whose rows are normed by a kernel before.
-        heads = {decoder.head_config(n): n for n in {self._mixed_logits(r, t) for _, r, t in self._mixed_sizes()}}
+        # Heads of steps with prompts, whose rows are normed by a kernel before.
+        picked = {self._mixed_logits(r, t) for _, r, t in self._mixed_sizes()} | set(self._sizes.tolist())
+        heads = {decoder.head_config(n): n for n in picked}
         for config, n in heads.items():
             if config is not None:
                 jobs.append(lambda n=n: decoder.head(decoder.picked_x[:n]))
