@@ -16,6 +16,7 @@ import sys
 from importlib import resources
 from pathlib import Path
 
+from headrace.engine.roofline import Ceilings, floors
 from headrace.spec.accounting import Span, flops, kv_bytes_per_token, weights_read_bytes
 from headrace.spec.hf import spec_from_hf
 
@@ -141,18 +142,22 @@ def rates(stay: Stay) -> list[str]:
     config = resources.files("headrace.spec").joinpath("models", "mistral-7b.json").read_text()
     spec = spec_from_hf(json.loads(config)["config"], "mistral-7b")
     weights, token = weights_read_bytes(spec, "bf16"), kv_bytes_per_token(spec, "bf16")
-    out = [f"| decode | bytes a step, GB | ms | TB/s | of {READ_TBS} TB/s | floor, ms |", "|---|---|---|---|---|---|"]
+    card = Ceilings(1e12 * READ_TBS, 1e12 * SUSTAINED_TFLOPS, "")
+    head = f"| decode | bytes a step, GB | ms | TB/s | of {READ_TBS} TB/s | floor of products and attention, ms | its share |"
+    out = [head, "|---|---|---|---|---|---|---|"]
     steps = [(1, 128, stay.runs(OURS, "itl_ms", step="single", ctx=128))]
+    steps += [(1, 16384, stay.runs(OURS, "itl_ms", step="single", ctx=16384))]
     steps += [(batch, 512, stay.runs(OURS, "step_ms", step="uniform", B=batch)) for batch in (8, 64, 256)]
     for batch, prompt, ms in steps:
         if ms:
             held = weights + batch * (prompt + NEW_TOKENS / 2) * token
             rate = held / statistics.mean(ms) / 1e9
-            work = flops(spec, [Span(prompt + NEW_TOKENS // 2, 1)] * batch).total / SUSTAINED_TFLOPS / 1e9
-            floor = max(held / READ_TBS / 1e9, work)
+            least = floors(spec, "bf16", "bf16", [Span(prompt + NEW_TOKENS // 2, 1)] * batch, card)
+            floor = (least["gemm"] + least["attention"]) / 1e3
             name = f"batch {batch}, {prompt} tokens and up to {NEW_TOKENS} more"
             out.append(
-                f"| {name} | {held / 1e9:.2f} | {statistics.mean(ms):.3f} | {rate:.2f} | {rate / READ_TBS:.0%} | {floor:.2f} |"
+                f"| {name} | {held / 1e9:.2f} | {statistics.mean(ms):.3f} | {rate:.2f} | {rate / READ_TBS:.0%} | {floor:.2f} "
+                f"| {floor / statistics.mean(ms):.0%} |"
             )
     out += ["", f"| prompts | tok/s | TFLOP/s | of {SUSTAINED_TFLOPS:.0f} TFLOP/s |", "|---|---|---|---|"]
     for batch in (8, 64, 256):
