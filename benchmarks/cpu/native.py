@@ -6,6 +6,11 @@ In process, no server: decode step time by batch and context, prefill speed, byt
 read of memory, operations per second against a loop of nothing but byte dot products (`peak.cpp`). `--foreign`: the same
 steps beside a process that takes 10 % and 30 % of one core. `--drift`: how far int8 activations and each KV type move the
 distributions on English text from those with fp32 ones. Beside FILE.json, FILE.svg shows step time over context and batch.
+
+    python benchmarks/cpu/native.py --out FILE.json --model CONFIG.json --layers N --weights int4
+
+A model without weights, of which a config.json says all: N layers of it with random ones. Two such runs give the time of a layer
+and of the rest, so a model larger than the machine is measured in parts.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import headrace_native
@@ -45,13 +51,13 @@ from headrace.spec.accounting import (
     file_weights_read_bytes,
     flops,
     kv_bytes,
-    weights_read_bytes,
+    native_weight_bytes,
 )
 from headrace.spec.config import EngineConfig
 from headrace.spec.locate import locate
 from headrace.text.tokenizer import Tokenizer
 
-BATCHES = (1, 2, 4, 8, 16, 32, 64)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 256)
 CONTEXTS = (128, 512, 2048, 8192)
 PREFILLS = (32, 128, 256, 512, 1024, 4096)
 QUICK_BATCHES, QUICK_CONTEXTS, QUICK_PREFILLS = (1, 8), (128, 512), (32, 128)
@@ -63,10 +69,25 @@ class Bench:
     """One model with a KV pool of `tokens` tokens, driven below the scheduler."""
 
     def __init__(
-        self, model: str, tokens: int, threads: int | None, kv: str, options: tuple[tuple[str, str], ...]
+        self,
+        model: str,
+        tokens: int,
+        threads: int | None,
+        kv: str,
+        options: tuple[tuple[str, str], ...],
+        weights: str = "auto",
     ) -> None:
         self.files = locate(model)
-        config = EngineConfig(model=model, backend="native", options=options, threads=threads, kv=kv)
+        self.weights = weights
+        config = EngineConfig(
+            model=model,
+            backend="native",
+            options=options,
+            threads=threads,
+            kv=kv,
+            weights=weights,
+            load_format="auto" if self.files.weights else "dummy",
+        )
         if (reason := BACKEND.unavailable(self.files, config)) is not None:
             raise SystemExit(f"{model}: {reason}")
         self.model = BACKEND.load(self.files, config)
@@ -193,8 +214,14 @@ def summary(times: list[float]) -> dict[str, float]:
 def measure(bench: Bench, quick: bool, least_s: float) -> dict[str, object]:
     spec = bench.spec
     kv = bench.model.kv_precision
-    header = bench.files.gguf() if bench.files.kind == "gguf" else None
-    weights = file_weights_read_bytes(spec, header) if header else weights_read_bytes(spec, spec.checkpoint_precision)
+    if bench.files.kind == "gguf" and bench.weights == "auto":
+        weights = file_weights_read_bytes(spec, bench.files.gguf())
+    else:  # all but the table that is only looked up
+        (held,) = (item.actual_bytes for item in bench.model.memory() if item.name == "weights")
+        untied = native_weight_bytes(spec, bench.weights) - native_weight_bytes(
+            replace(spec, tied_embeddings=True), bench.weights
+        )
+        weights = held - untied
     decode, left_out = [], []
     for context in QUICK_CONTEXTS if quick else CONTEXTS:
         for count in QUICK_BATCHES if quick else BATCHES:
@@ -215,7 +242,8 @@ def measure(bench: Bench, quick: bool, least_s: float) -> dict[str, object]:
             continue
         row = {"length": length} | summary(bench.seconds([0], [length], least_s))
         row["tokens_per_s"] = length / row["median_ms"] * 1e3
-        row["gops"] = flops(spec, [Span(0, length)]).gemm / row["median_ms"] / 1e6
+        # in the last layer only a few rows go further than their keys and values
+        row["gops"] = flops(replace(spec, layers=spec.layers[:-1]), [Span(0, length)]).gemm / row["median_ms"] / 1e6
         prefill.append(row)
         print(json.dumps(row), file=sys.stderr)
     return {"weights_read_bytes": weights, "decode": decode, "left_out": left_out, "prefill": prefill}
@@ -292,6 +320,20 @@ def drift(model: str, threads: int | None, count: int) -> list[dict[str, object]
     return found
 
 
+@contextmanager
+def cut(model: str, layers: int | None) -> Iterator[str]:
+    """The config.json `model`, or a file of the catalog that holds one, with its first `layers` layers; or the model itself."""
+    if layers is None:
+        yield model
+        return
+    found = json.loads(Path(model).read_text())
+    config = found.get("config", found)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"{Path(model).stem}-{layers}-layers.json")
+        path.write_text(json.dumps(config | {"num_hidden_layers": layers}))
+        yield str(path)
+
+
 def draw(record: dict[str, object], path: Path) -> None:
     """Step time over context by batch, and over batch by context."""
     import altair
@@ -325,16 +367,18 @@ def main() -> None:
     parser.add_argument("--drift", action="store_true")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--kv", default="auto")
+    parser.add_argument("--weights", default="auto")
+    parser.add_argument("--layers", type=int, help="so many of a config.json's layers, with random weights")
     parser.add_argument("--option", action="append", default=[], help="NAME=VALUE of the backend")
     args = parser.parse_args()
     options = tuple((name, value) for name, _, value in (text.partition("=") for text in args.option))
     least_s, rounds = (0.05, 2) if args.quick else (0.6, 6)
     batches, contexts = (QUICK_BATCHES, QUICK_CONTEXTS) if args.quick else (BATCHES, CONTEXTS)
     record: dict[str, object] = {"command": " ".join(sys.argv), "model": args.model, "machine": machine()}
-    with Noise([]) as noise:
+    with Noise([]) as noise, cut(args.model, args.layers) as model:
         if args.drift:
             record["drift"] = drift(args.model, args.threads, 128 if args.quick else 1024)
-        bench = Bench(args.model, max(batches) * max(contexts), args.threads, args.kv, options)
+        bench = Bench(model, max(batches) * max(contexts), args.threads, args.kv, options, args.weights)
         threads = args.threads or int(bench.model._pool.threads)
         record["notes"] = bench.model.notes()
         record["read_gb_per_s"] = read_bandwidth(threads) / 1e9
