@@ -31,7 +31,7 @@ run_python() {  # name, runtime libraries: the tests that go straight to the ext
   for library in $2; do preload+=" $(c++ -print-file-name="$library")"; done
   # the interpreter never frees all it has; PYTHONMALLOC=malloc lets the sanitizer see its buffers' ends
   ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0 UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1 \
-    PYTHONMALLOC=malloc PYTHONPATH="$work/$name" OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
+    PYTHONMALLOC=malloc PYTHONPATH="$work/$name:$here/../src" OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
     LD_PRELOAD="${preload# }" setarch -R "$python" -m pytest -q -x -p no:cacheprovider \
     "$tests"/test_native_fuzz.py "$tests"/test_native_attention.py "$tests"/test_native_gemm.py "$tests"/test_native_pack.py \
     "$tests"/test_native_sampler.py "$tests"/test_native_cache.py "$tests"/test_native_rows.py "$tests"/test_native_pool.py "$tests"/test_native_ahead.py -k "${SELECT:-not nothing}"
