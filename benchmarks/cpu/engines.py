@@ -34,7 +34,7 @@ class Engine:
             raise RuntimeError(f"{self.name} does not run")
         return self.process.pid
 
-    def start(self, logs: Path, patience_s: float = 300.0) -> None:
+    def start(self, logs: Path, patience_s: float = 600.0) -> None:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             self.port = s.getsockname()[1]
