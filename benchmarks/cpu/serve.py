@@ -110,8 +110,8 @@ def measure(a: argparse.Namespace, raw: list[dict[str, object]]) -> None:
     running: list[Engine] = []
     try:
         for engine in engines(a):
+            running.append(engine)  # before it starts: one that is not ready in time is stopped too
             engine.start(a.out)
-            running.append(engine)
             print(f"up: {engine.name}", flush=True)
         roots = [e.pid for e in running]
         for engine in running:  # warm: first kernels, allocators, caches of code
