@@ -10,11 +10,18 @@ from headrace.engine.cuda.pool import FORMATS
 from headrace.spec.accounting import cache_layout, default_block_tokens
 from headrace.spec.hf import spec_from_hf
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "kv_formats.py"
+SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "gpu"
 MISTRAL = Path(__file__).parents[2] / "src" / "headrace" / "spec" / "models" / "mistral-7b.json"
-spec = importlib.util.spec_from_file_location("gpu_kv_formats", SCRIPT)
-kv_formats = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(kv_formats)
+
+
+def script(name: str):
+    spec = importlib.util.spec_from_file_location(f"gpu_{name}", SCRIPTS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+kv_formats, start = script("kv_formats"), script("start")
 
 
 def test_every_coded_format_is_timed_beside_bf16():
@@ -41,3 +48,23 @@ def test_the_pools_of_all_formats_fit_beside_each_other_and_hold_the_steps():
         if name != "bf16":
             assert blocks * size >= 32 * (16384 + kv_formats.ROOM), name
     assert total < 130e9
+
+
+def test_starts_take_turns_and_options():
+    assert start.asked([])[0].count("processes") == 2
+    assert start.asked(["processes", "warm", "kv=fp8"]) == (["processes", "warm"], ["kv=fp8"])
+    for wrong in (["cold"], ["warm", "threads"]):
+        with pytest.raises(SystemExit):
+            start.asked(wrong)
+
+
+def test_each_start_has_caches_of_its_own_but_warm_ones(monkeypatch):
+    ran = []
+    monkeypatch.setattr(start.subprocess, "run", lambda words, env, check: ran.append((words, env, check)))
+    start.main("model", ["threads", "warm", "processes", "kv=fp8"])
+    caches = [env["TRITON_CACHE_DIR"] for _, env, _ in ran]
+    assert caches[0] == caches[1] != caches[2]
+    assert [words[2:] for words, _, _ in ran] == [
+        ["--one", "model", t, "kv=fp8"] for t in ("threads", "warm", "processes")
+    ]
+    assert not any(Path(c).parent.exists() for c in caches)
