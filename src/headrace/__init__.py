@@ -1,4 +1,4 @@
-"""Headrace: plan, serve, measure and advise on LLM inference. The public names below are imported when first used."""
+"""Headrace: plan, serve and measure LLM inference. The public names below are imported when first used."""
 
 from __future__ import annotations
 

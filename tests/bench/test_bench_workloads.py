@@ -271,10 +271,10 @@ def test_a_file_is_read_as_people_write_it(tmp_path: Path) -> None:
         ('{"prompt": "a", "output_tokens": 0}', "at least one output token"),
         ('{"prompt": "a", "max_tokens": -1}', "at least one output token"),
         ('{"prompt": "a", "max_tokens": Infinity}', "infinity"),
-        ('{"prompt": 5}', "5 is no text"),
+        ('{"prompt": 5}', "5 is not text"),
         ('{"messages": []}', "a message"),
-        ('{"messages": [{"role": "user", "content": null}]}', "None is no text"),
-        ('{"conversations": [{"from": "human", "value": 3}]}', "3 is no text"),
+        ('{"messages": [{"role": "user", "content": null}]}', "None is not text"),
+        ('{"conversations": [{"from": "human", "value": 3}]}', "3 is not text"),
         ('{"conversations": ["hi"]}', "entry 1"),
     ],
 )

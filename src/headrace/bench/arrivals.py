@@ -89,7 +89,7 @@ class Trace:
         for session in sessions:
             if session.arrival_s is None:
                 raise InvalidInput(
-                    f"session {session.index} says no time of arrival", field="--arrivals", remedy="give --rate"
+                    f"session {session.index} has no arrival time", field="--arrivals", remedy="give --rate"
                 )
             yield session, session.arrival_s * self.time_scale
 

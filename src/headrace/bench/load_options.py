@@ -25,32 +25,36 @@ class LoadOptions:
     file: Annotated[str | None, "file of the workload `file`: JSONL or ShareGPT"] = None
     requests: Annotated[int | None, "requests to send; 64 unless --duration is given"] = None
     duration: Annotated[float | None, "seconds after which no new request starts"] = None
-    concurrency: Annotated[str | None, "users at any moment (closed loop); a list 1,2,4 sweeps"] = None
-    rate: Annotated[str | None, "requests per second; a list 1,2,4 sweeps, START:END ramps over --duration"] = None
+    concurrency: Annotated[str | None, "users at any moment (closed loop); a list 1,2,4 makes a sweep"] = None
+    rate: Annotated[str | None, "requests per second; a list 1,2,4 makes a sweep, START:END a ramp over --duration"] = (
+        None
+    )
     arrivals: Annotated[str | None, "closed, constant, poisson, gamma, ramp or trace"] = None
-    burstiness: Annotated[float | None, "shape of gamma arrivals: below 1 in bursts, above 1 evenly"] = None
+    burstiness: Annotated[float | None, "shape of gamma arrivals: below 1 gives bursts, above 1 even spacing"] = None
     time_scale: Annotated[float, "factor on a trace's arrival times (0.5: twice as fast)"] = 1.0
-    warmup: Annotated[int | None, "requests sent before the measurement; default the concurrency, at most 8"] = None
+    warmup: Annotated[int | None, "requests sent before the measurement; default: the concurrency, at most 8"] = None
     seed: Annotated[int, "seed of lengths, times and words"] = 0
     salt: Annotated[str, "changes the words and nothing else, so that no earlier run's cache answers"] = ""
     too_long: Annotated[str, "requests longer than the context: skip, clip or scale (all lengths by one factor)"] = (
         "skip"
     )
     scale: Annotated[float, "factor on all lengths of the workload"] = 1.0
-    max_context: Annotated[int | None, "context length in tokens, where the endpoint does not say it"] = None
+    max_context: Annotated[int | None, "context length in tokens, if the endpoint does not report it"] = None
     endpoint: Annotated[str, "chat or completions"] = "chat"
     api_key: Annotated[str | None, "sent as a bearer token (also from OPENAI_API_KEY)"] = None
     header: Annotated[tuple[str, ...], "NAME: VALUE, sent with every request; may be repeated"] = ()
-    timeout: Annotated[float, "seconds until an answer must have ended"] = 600.0
+    timeout: Annotated[float, "seconds within which an answer must end"] = 600.0
     tokenizer: Annotated[str, "tokenizer for exact prompt lengths; without it they are checked through usage"] = ""
     natural_length: Annotated[bool, "let answers end where the model ends them"] = False
-    processes: Annotated[int, "client processes; more are started by themselves when one is not enough"] = 1
+    processes: Annotated[int, "client processes; more are started automatically when one is not enough"] = 1
     slo: Annotated[str, "objective, such as ttft_p99<500ms,itl_p99<50ms"] = ""
     usd_per_hour: Annotated[float | None, "price of the machine, for dollars per million tokens"] = None
     max_failures: Annotated[str, "share of failed requests above which a run is not valid"] = "10%"
-    max_client_delay: Annotated[float, "milliseconds (p99) that the client itself may add"] = 10.0
-    idle_wait: Annotated[float, "seconds to wait before each run for other programs of this host to become idle"] = 0.0
-    headroom: Annotated[bool, "prove the client's headroom on the golden server before the run"] = True
+    max_client_delay: Annotated[float, "milliseconds (p99) that the client itself may add to a latency"] = 10.0
+    idle_wait: Annotated[
+        float, "seconds to wait at most before each run until other programs of this host are idle"
+    ] = 0.0
+    headroom: Annotated[bool, "check on the golden server before the run that the client is fast enough"] = True
 
     def settings(
         self, *, url: str = "", model: str = "", concurrency: str | None = None, rate: str | None = None

@@ -1,1 +1,1 @@
-"""The `headrace` command: one file per verb; wires the rooms together."""
+"""The `headrace` command: one file per verb; wires the packages together."""

@@ -63,7 +63,7 @@ ENGINE = Fields(EngineConfig, "Engine", {"seed": "dummy_seed"})
 SAMPLING = Fields(SamplingParams, "Sampling")
 
 GenerationConfig = Annotated[
-    bool, Option("Take sampling that nobody sets from the model's generation_config.json or GGUF metadata.")
+    bool, Option("Take sampling parameters that are not set from the model's generation_config.json or GGUF metadata.")
 ]
 ChatTemplateFile = Annotated[
     Path | None, Option("Jinja file to use instead of the model's chat template.", "--chat-template")

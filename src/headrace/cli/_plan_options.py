@@ -30,7 +30,7 @@ class Target:
     dp: Annotated[int, "attention replicas (data-parallel attention)"] = 1
     ep: Annotated[int, "ranks over which experts are spread"] = 1
     draft_tokens: Annotated[int, "speculation: proposals per step"] = 0
-    eager: Annotated[bool, "no captured graphs"] = False
+    eager: Annotated[bool, "run without captured graphs"] = False
 
     def inputs(self, **more: Any) -> Inputs:
         """The planner's question; keyword arguments are its other fields."""
@@ -40,7 +40,7 @@ class Target:
         if self.gpus < 1:
             raise InvalidInput(f"gpus must be at least 1, got {self.gpus}", field="gpus")
         if self.engine_version and not self.engine_version.removeprefix("v")[:1].isdigit():
-            raise InvalidInput(f"{self.engine_version!r} is no version, such as 0.11.0", field="engine_version")
+            raise InvalidInput(f"{self.engine_version!r} is not a version such as 0.11.0", field="engine_version")
         given = dict(vars(self))
         return Inputs(n_gpus=given.pop("gpus"), **given, **more)
 

@@ -59,11 +59,11 @@ def run(
     target: TargetText = "",
     model: Model = "",
     repeats: Annotated[int, typer.Option(help="Whole runs, for intervals between runs.")] = 1,
-    find_max: Annotated[bool, typer.Option("--find-max", help="Search the highest rate that keeps --slo.")] = False,
+    find_max: Annotated[bool, typer.Option("--find-max", help="Search for the highest rate that meets --slo.")] = False,
     plan: Annotated[
         str,
         typer.Option(
-            help="Set a plan beside the figures: GPU[:tp=2,weights=fp8,model=NAME,…], or a file of `headrace plan perf --json`."
+            help="Compare the figures with a plan: GPU[:tp=2,weights=fp8,model=NAME,…], or a file written by `headrace plan perf --json`."
         ),
     ] = "",
     as_json: AsJson = False,
@@ -92,9 +92,7 @@ def _do_run(
         raise InvalidInput(f"must be at least 1, got {repeats}", field="--repeats")
     swept, values = load.points()
     if sum((bool(values), repeats > 1, find_max)) > 1:
-        raise InvalidInput(
-            "a sweep, --repeats and --find-max are three different things", field="--repeats", remedy="use one"
-        )
+        raise InvalidInput("a sweep, --repeats and --find-max cannot be combined", field="--repeats", remedy="use one")
     if find_max and not load.slo:
         raise InvalidInput("is needed by --find-max", field="--slo", remedy="--slo ttft_p99<500ms,itl_p99<50ms")
     if find_max and load.concurrency:
@@ -143,14 +141,15 @@ def _start_of_search(rate: str | None) -> float:
         return 1.0 if rate is None else float(rate)
     except ValueError:
         raise InvalidInput(
-            f"{rate!r} is no rate to begin a search with", field="--rate", remedy="give a number"
+            f"{rate!r} is not a rate that a search can start from", field="--rate", remedy="give a number"
         ) from None
 
 
 def resume(
     folder: Annotated[Path, typer.Argument(help="Folder of an interrupted run, sweep, search, ab or ladder.")],
     api_key: Annotated[
-        str | None, typer.Option(envvar="OPENAI_API_KEY", show_envvar=False, help="Keys are not stored.")
+        str | None,
+        typer.Option(envvar="OPENAI_API_KEY", show_envvar=False, help="Key of the run, which is not stored."),
     ] = None,
     header: Annotated[
         list[str], typer.Option("--header", help="NAME: VALUE, a header that held a key; may be repeated.")
@@ -158,7 +157,7 @@ def resume(
     as_json: AsJson = False,
     report: WithReport = True,
 ) -> None:
-    """Go on with what was interrupted: finished runs and recorded requests stay, the rest is done."""
+    """Continue what was interrupted: finished runs and recorded requests stay, the rest is sent."""
     from headrace.bench.job import read_job
     from headrace.bench.run import resume as go_on
 
@@ -196,7 +195,7 @@ def ab(
     as_json: AsJson = False,
     report: WithReport = True,
 ) -> None:
-    """Run two targets interleaved A B B A and judge B against A."""
+    """Run two targets interleaved (A B B A) and judge B against A."""
     job = Job.of("ab", load, a=a, b=b, model=model, model_b=model_b, pairs=pairs, margin=margin, metric=metric)
     found = _do_ab(load, out, job, **job.options)
     _write_report(out, report)
@@ -255,7 +254,9 @@ def compare(
     b: Annotated[Path, typer.Argument(help="Folder of the second run, or of its repeats.")],
     margin: Annotated[str, typer.Option(help="Loss that is acceptable, such as 5%.", show_default=False)] = "",
     metric: Annotated[str, typer.Option(help="The figure that decides.")] = "output_tokens_per_s",
-    run_noise: Annotated[str, typer.Option(help="Noise between runs assumed where there is one run each.")] = "3%",
+    run_noise: Annotated[
+        str, typer.Option(help="Noise between runs that is assumed where each side has one run.")
+    ] = "3%",
     out: Annotated[Path | None, typer.Option("--out", help="New folder for the comparison and its report.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -410,7 +411,7 @@ def report_(
     folder: Annotated[Path, typer.Argument(help="Folder of a run, its repeats, a sweep, a comparison or a ladder.")],
     png: Annotated[bool, typer.Option("--png", help="Also write each chart as a PNG file.")] = False,
 ) -> None:
-    """Write report.html anew from what a folder holds, and its charts as PNG files."""
+    """Write report.html again from what a folder holds, and its charts as PNG files."""
     from headrace.bench import page
     from headrace.bench.report import content, write_report
 
@@ -426,25 +427,25 @@ def import_(
     as_json: AsJson = False,
     report: WithReport = True,
 ) -> None:
-    """Take over another tool's result, to compare and report it like a run of ours."""
+    """Import another tool's result, to compare and report it like a run of ours."""
     from headrace.bench.importers import import_results
 
     if not source.exists():
-        raise InvalidInput(f"{source} is not there", field="FILE")
+        raise InvalidInput(f"{source} does not exist", field="FILE")
     _new_folder(out)
     _conclude(out, import_results(source, out), as_json=as_json, report=report)
 
 
 def golden(
-    port: Annotated[int, typer.Option(help="Port of 127.0.0.1.")] = 8100,
+    port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 8100,
     ttft_ms: Annotated[float, typer.Option(help="Milliseconds from the request to the first event.")] = 50.0,
     itl_ms: Annotated[float, typer.Option(help="Milliseconds per token after that.")] = 5.0,
     tokens_per_chunk: Annotated[int, typer.Option(help="Tokens in each event.")] = 1,
     prefill_us_per_token: Annotated[float, typer.Option(help="Microseconds added per uncached prompt token.")] = 0.0,
     slots: Annotated[int, typer.Option(help="Requests served at once, others queue; 0: no limit.")] = 0,
-    output_tokens: Annotated[int, typer.Option(help="Tokens of an answer when the request does not say.")] = 16,
+    output_tokens: Annotated[int, typer.Option(help="Tokens of an answer when the request sets no limit.")] = 16,
     max_context: Annotated[int, typer.Option(help="Longest prompt plus answer.")] = 1_000_000,
-    prefix_cache: Annotated[bool, typer.Option(help="Answer known prefixes from a pretended cache.")] = False,
+    prefix_cache: Annotated[bool, typer.Option(help="Treat known prefixes as found in a simulated cache.")] = False,
     http_error_every: Annotated[int, typer.Option(help="Each n-th request gets a 500.")] = 0,
     error_every: Annotated[int, typer.Option(help="Each n-th stream carries an error event.")] = 0,
     disconnect_every: Annotated[int, typer.Option(help="Each n-th stream is cut.")] = 0,
@@ -457,7 +458,7 @@ def golden(
     model: Annotated[str, typer.Option(help="Name of the model it claims to serve.")] = "golden",
     api_key: Annotated[str, typer.Option(help="Key that requests must carry.", show_default=False)] = "",
 ) -> None:
-    """Serve answers whose token counts and send times are known exactly; GET /golden/truth tells what was really sent."""
+    """Serve answers whose token counts and send times are known exactly; GET /golden/truth reports what was really sent."""
     import signal
 
     from headrace.bench.golden import GoldenScript, serve_golden
@@ -547,7 +548,7 @@ def _run(work: Coroutine[Any, Any, Any], resumable: bool = False) -> Any:
         number = signal.SIGINT if isinstance(ended, KeyboardInterrupt) else signal.SIGTERM
         if number is signal.SIGTERM and not told:
             raise
-        further = "; what was recorded stays, bench resume FOLDER goes on" if resumable else ""
+        further = "; what was recorded stays, bench resume FOLDER continues it" if resumable else ""
         print(f"headrace: ended by {number.name}{further}", file=sys.stderr)
         raise typer.Exit(128 + number) from None
 

@@ -25,7 +25,7 @@ def generate(
     chat_template: ChatTemplateFile = None,
     generation_config: GenerationConfig = True,
     json: Annotated[bool, Option("Print one JSON object instead of the text.", "--json")] = False,
-    timings: Annotated[bool, Option("Say where the time to the first token went.", "--timings")] = False,
+    timings: Annotated[bool, Option("Report where the time to the first token went.", "--timings")] = False,
     params: SamplingParams,
     config: EngineConfig,
 ) -> None:

@@ -43,7 +43,7 @@ def register(app: typer.Typer) -> None:
 def fit(
     target: Target,
     context: Annotated[int | None, typer.Option(help="tokens of one request; default: the model's longest")] = None,
-    users: Annotated[int | None, typer.Option(help="also say the longest context for this many users")] = None,
+    users: Annotated[int | None, typer.Option(help="also report the longest context for this many users")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="print the derivation line by line")] = False,
     report: Annotated[Path | None, typer.Option(help="write a self-contained HTML report")] = None,
     as_json: JSON = False,
@@ -96,10 +96,10 @@ def perf(
         bool, typer.Option("--equal-lengths", help="all prompts and all answers have exactly these lengths")
     ] = False,
     shortest: Annotated[
-        float, typer.Option(help="lengths are drawn evenly from this share of --isl and --osl on")
+        float, typer.Option(help="lengths are drawn uniformly from this share of --isl and --osl up to them")
     ] = 1.0,
     mixed_chunk: Annotated[
-        bool, typer.Option("--mixed-chunk", help="sglang: it decodes in steps that prefill (its --enable-mixed-chunk)")
+        bool, typer.Option("--mixed-chunk", help="sglang: steps that prefill also decode (its --enable-mixed-chunk)")
     ] = False,
     batch_wait_steps: Annotated[
         int,
@@ -110,11 +110,11 @@ def perf(
         typer.Option(help="tensorrt-llm: or until they fill this share of a step (its batch_wait_max_tokens_ratio)"),
     ] = 0.0,
     poll_steps: Annotated[
-        int, typer.Option(help="sglang: decode steps between looks for new requests (its --scheduler-recv-interval)")
+        int, typer.Option(help="sglang: decode steps between checks for new requests (its --scheduler-recv-interval)")
     ] = 1,
     price: PRICE = None,
     sensitivity: Annotated[
-        bool, typer.Option("--sensitivity", help="also say what moves the price of a token")
+        bool, typer.Option("--sensitivity", help="also report what moves the price of a token")
     ] = False,
     report: Annotated[Path | None, typer.Option(help="write a self-contained HTML report")] = None,
     as_json: JSON = False,
@@ -192,7 +192,8 @@ def rank(
     ] = None,
     users: Annotated[int, typer.Option(help="requests that one instance must serve at once")] = 1,
     rate: Annotated[
-        float | None, typer.Option(help="requests per second: also size the fleet", show_default=False)
+        float | None,
+        typer.Option(help="requests per second that a fleet must serve; its size is reported", show_default=False),
     ] = None,
     price: Annotated[list[str] | None, typer.Option(help="GPU=dollars per hour (repeatable)")] = None,
     as_json: JSON = False,
@@ -359,10 +360,10 @@ def refit(
     points: Annotated[Path, typer.Argument(help="CSV of measured points", show_default=False)],
     out: Annotated[Path, typer.Option(help="where to write the calibration")],
     engine_points: Annotated[
-        Path | None, typer.Option(help="CSV of measured points of further engines, fitted with the rest as it is")
+        Path | None, typer.Option(help="CSV of measured points of further engines; only their own terms are fitted")
     ] = None,
 ) -> None:
-    """Fit the efficiencies and intervals anew (minutes)."""
+    """Fit the efficiencies and intervals again (minutes)."""
     from headrace.plan.calibration import write
     from headrace.plan.fitting import calibrate, with_engine
     from headrace.plan.points import read_points

@@ -21,24 +21,26 @@ def quality(
         list[str] | None,
         typer.Option(help="precision of the weights; may be repeated; all: whatever the backend offers"),
     ] = None,
-    kv: Annotated[list[str] | None, typer.Option(help="precision of the KV cache; likewise")] = None,
+    kv: Annotated[
+        list[str] | None, typer.Option(help="precision of the KV cache; may be repeated; all: likewise")
+    ] = None,
     backend: Annotated[str, typer.Option(help="what computes the formats: native, torch, cuda or auto")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")] = "auto",
     reference: Annotated[
         str,
-        typer.Option(help="backend of the unquantized reference: torch, native, cuda; auto is torch if it is there"),
+        typer.Option(help="backend of the unquantized reference: torch, native, cuda; auto: torch if it is installed"),
     ] = "auto",
     text: Annotated[
         Path | None, typer.Option(help="UTF-8 text to score instead of the built-in one", show_default=False)
     ] = None,
     window: Annotated[int, typer.Option(help="tokens of a window of the text")] = 512,
-    stride: Annotated[int, typer.Option(help="tokens by which windows move on; those are scored")] = 256,
-    tokens: Annotated[int, typer.Option(help="most tokens of the text")] = 8192,
-    prompts: Annotated[int, typer.Option(help="pieces of the text that are continued greedily")] = 32,
-    prompt_tokens: Annotated[int, typer.Option(help="tokens of each")] = 48,
+    stride: Annotated[int, typer.Option(help="tokens by which windows move on; these are scored")] = 256,
+    tokens: Annotated[int, typer.Option(help="tokens of the text to use at most")] = 8192,
+    prompts: Annotated[int, typer.Option(help="pieces of the text to continue greedily")] = 32,
+    prompt_tokens: Annotated[int, typer.Option(help="tokens of each piece")] = 48,
     agreement: Annotated[int, typer.Option(help="tokens of each greedy answer")] = 64,
-    questions: Annotated[int, typer.Option(help="how many of the built-in questions are asked")] = 60,
-    speed_repeats: Annotated[int, typer.Option(help="time one sequence alone so many times; 0: not at all")] = 0,
+    questions: Annotated[int, typer.Option(help="how many of the built-in questions to ask")] = 60,
+    speed_repeats: Annotated[int, typer.Option(help="how many times to time one sequence alone; 0: not at all")] = 0,
     threads: Annotated[int | None, typer.Option(help="CPU threads", show_default=False)] = None,
     option: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for the backend of the formats")] = None,
     scratch: Annotated[

@@ -12,27 +12,31 @@ def quantize(
     model: Annotated[
         str, typer.Argument(help="unquantized model: hub id, folder, .gguf file or known name", show_default=False)
     ],
-    weights: Annotated[str, typer.Option(help="format of the matrices, as int4-g128, int4-g128-asym, int8, w8a8, fp8")],
+    weights: Annotated[
+        str, typer.Option(help="format of the matrices, such as int4-g128, int4-g128-asym, int8, w8a8, fp8")
+    ],
     out: Annotated[Path, typer.Option(help="folder to write; an unfinished one of the same command is continued")],
     method: Annotated[str, typer.Option(help="rtn (round to nearest), awq or gptq")] = "rtn",
     calibrate: Annotated[
         Path | None,
-        typer.Option(help="UTF-8 text that awq and gptq see the model's activations on", show_default=False),
+        typer.Option(help="UTF-8 text on which awq and gptq observe the model's activations", show_default=False),
     ] = None,
     samples: Annotated[int, typer.Option(help="pieces of the calibration text")] = 64,
-    length: Annotated[int, typer.Option(help="tokens of each")] = 512,
-    act_order: Annotated[bool, typer.Option(help="gptq: columns with the largest activations first")] = True,
+    length: Annotated[int, typer.Option(help="tokens of each piece")] = 512,
+    act_order: Annotated[bool, typer.Option(help="gptq: quantize columns with the largest activations first")] = True,
     damping: Annotated[
-        float, typer.Option(help="gptq: share of the mean that is added to the Hessian's diagonal")
+        float, typer.Option(help="gptq: share of its mean that is added to the Hessian's diagonal")
     ] = 0.01,
     grid: Annotated[int, typer.Option(help="awq: how many exponents are tried for the scales of a layer")] = 20,
     keep: Annotated[
         list[str] | None,
-        typer.Option(help="module to leave as it is, beside embedding, head, routers and norms; re:… is an expression"),
+        typer.Option(
+            help="module to leave unquantized, besides embedding, head, routers and norms; re:… is a regular expression"
+        ),
     ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads", show_default=False)] = None,
 ) -> None:
-    """Quantize layer by layer; run it again to continue where it was ended."""
+    """Quantize layer by layer. The same command continues a run that was interrupted."""
     from headrace.base.errors import InvalidInput
     from headrace.base.units import format_bytes
     from headrace.spec.config import MOST_THREADS

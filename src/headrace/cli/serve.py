@@ -26,34 +26,34 @@ def serve(
     host: Annotated[str, Option("Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, Option("Port to listen on.", least=1, most=65535)] = 8000,
     served_model_name: Annotated[
-        list[str], Option("Name that clients ask for; the first is reported back. May be repeated.")
+        list[str], Option("Name that clients use for the model; the first is the one in answers. May be repeated.")
     ] = [],  # noqa: B006
     api_key: Annotated[
         list[str],
         Option("Key that clients must send. May be repeated; HEADRACE_API_KEY adds more, comma-separated."),
     ] = [],  # noqa: B006
-    api_key_file: Annotated[Path | None, Option("File with more keys, one a line.")] = None,
+    api_key_file: Annotated[Path | None, Option("File with more keys, one per line.")] = None,
     generation_config: GenerationConfig = True,
     chat_template: ChatTemplateFile = None,
     max_waiting: Annotated[int, Option("Sequences that may wait before clients get 429.")] = 512,
-    max_sequences: Annotated[int, Option("Most sequences of one request: prompts times n.")] = 256,
+    max_sequences: Annotated[int, Option("Most sequences in one request: prompts times n.")] = 256,
     max_body_bytes: Annotated[int, Option("Largest request body.")] = 8 * 2**20,
     request_limit_s: Annotated[float, Option("Seconds after which a request ends with an error.")] = 1800.0,
     stall_limit_s: Annotated[
-        float, Option("Seconds after which a client that takes nothing of its answer is cut off.")
+        float, Option("Seconds after which a client that reads nothing of its answer is disconnected.")
     ] = 300.0,
     drain_s: Annotated[float, Option("Seconds that running requests may take after SIGTERM.")] = 30.0,
     cors_origin: Annotated[list[str], Option("Origin that browsers may call from. May be repeated.")] = [],  # noqa: B006
     ignore_unknown_fields: Annotated[
         bool,
-        Option("Pass over request fields that are not known here instead of refusing them.", "--ignore-unknown-fields"),
+        Option("Ignore unknown request fields instead of refusing them.", "--ignore-unknown-fields"),
     ] = False,
     tokenizer_threads: Annotated[int, Option("Threads that encode and decode text.", least=1)] = 2,
     access_log: Annotated[bool, Option("Log every request.", "--access-log")] = False,
     log_level: Annotated[str, Option("debug, info, warning or error.")] = "info",
     config: EngineConfig,
 ) -> None:
-    """Serve a model over HTTP, as OpenAI's API."""
+    """Serve a model over HTTP with OpenAI's API."""
     import logging
     import os
 
@@ -72,7 +72,7 @@ def serve(
     files = locate(config.model, revision=config.revision, cached=config.cache)
     recommended = files.sampling() if generation_config else {}
     logging.getLogger("headrace.serve").info(
-        "sampling that a request leaves unset: %s",
+        "sampling where a request sets none: %s",
         ", ".join(f"{name} {value:g}" for name, value in recommended.items()) + " as the model recommends"
         if recommended
         else "temperature 1 and nothing else, OpenAI's defaults",

@@ -212,7 +212,7 @@ def _check(inputs: Inputs) -> None:
         raise InvalidInput(f"draft_tokens must not be negative, got {inputs.draft_tokens}", field="draft_tokens")
     if inputs.mixed_chunk and engine_facts.find(inputs.engine).id != "sglang":
         raise InvalidInput(
-            f"mixed chunks are a choice of sglang's; {inputs.engine} has none",
+            f"only sglang has mixed chunks as a choice, not {inputs.engine}",
             field="mixed_chunk",
             remedy="leave it out",
         )
@@ -228,7 +228,7 @@ def _check(inputs: Inputs) -> None:
         )
     if inputs.batch_wait_steps and engine_facts.find(inputs.engine).id != "tensorrt-llm":
         raise InvalidInput(
-            f"waiting for a batch is a choice of tensorrt-llm's; {inputs.engine} has none",
+            f"only tensorrt-llm can wait for a batch, not {inputs.engine}",
             field="batch_wait_steps",
             remedy="leave it out",
         )
@@ -242,7 +242,7 @@ def _check(inputs: Inputs) -> None:
         raise InvalidInput(f"poll_steps must be at least 1, got {inputs.poll_steps}", field="poll_steps")
     if inputs.poll_steps > 1 and engine_facts.find(inputs.engine).id != "sglang":
         raise InvalidInput(
-            f"looking for requests every so many steps is a choice of sglang's; {inputs.engine} has none",
+            f"only sglang can check for requests every so many steps, not {inputs.engine}",
             field="poll_steps",
             remedy="leave it out",
         )
@@ -270,7 +270,7 @@ def _layout(inputs: Inputs) -> tuple[Layout, int, list[str]]:
         )
     if n % layout.ranks:
         raise InvalidInput(
-            f"{n} GPUs are no multiple of the {layout.ranks} that one instance takes",
+            f"{n} GPUs are not a multiple of the {layout.ranks} that one instance takes",
             field="gpus",
             remedy="change --tp",
         )

@@ -42,7 +42,7 @@ class Chat:
         )
         ids = await front.threads.run(front.tokenizer.encode, text, add_special=False)
         if not ids:
-            raise bad_field("messages", "The chat template makes no tokens of these messages.")
+            raise bad_field("messages", "The chat template turns these messages into no tokens.")
         batch = front.batch(
             call,
             request,

@@ -32,7 +32,9 @@ def answer_grammar(request: SamplingFields, tools: ToolUse | None = None) -> str
     elif (schema := _schema(asked)) is not None:
         grammar = schema_grammar(schema, "response_format.json_schema.schema")
     if grammar is not None and request.ignore_eos:
-        raise bad_field("ignore_eos", "ignore_eos contradicts an answer whose form says where it ends.")
+        raise bad_field(
+            "ignore_eos", "ignore_eos cannot be used with structured output, whose form decides where an answer ends."
+        )
     return grammar
 
 

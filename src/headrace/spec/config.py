@@ -22,8 +22,10 @@ class EngineConfig:
 
     model: Annotated[str, "hub id, folder, .gguf file or known name"]
     revision: Annotated[str | None, "branch, tag or commit of a model that comes from the hub"] = None
-    load_format: Annotated[Literal["auto", "dummy"], "dummy draws random weights from the config alone"] = "auto"
-    backend: Annotated[str, "what computes: cuda, native, torch, or auto for the first of them that can"] = "auto"
+    load_format: Annotated[Literal["auto", "dummy"], "dummy: random weights, from the config alone"] = "auto"
+    backend: Annotated[
+        str, "backend that computes: cuda, native, torch, or auto for the first of these that can serve the model"
+    ] = "auto"
     device: Annotated[str, "cpu, cuda, cuda:1, …"] = "auto"
     weights: Annotated[
         str,
@@ -41,7 +43,8 @@ class EngineConfig:
         int | None, "most prompt tokens of a step in which others decode; default: 256 on a GPU"
     ] = None
     step_target_ms: Annotated[
-        float | None, "cut prompts so that a step in which others decode takes about that long; default: 75 on a CPU"
+        float | None,
+        "cut prompts so that a step in which others decode takes about this many milliseconds; default: 75 on a CPU",
     ] = None
     block_tokens: Annotated[int | None, "tokens of one KV block; default: 16, with int4 keys 32"] = None
     memory_fraction: Annotated[
@@ -49,15 +52,15 @@ class EngineConfig:
         "share of the device's (CPU: the available) memory for weights, activations and KV pool together; default: 0.9, "
         "on a CPU 0.6 with a pool of at most 2 GiB",
     ] = None
-    kv_bytes: Annotated[int | None, "size of the KV pool in bytes; wins over the memory fraction"] = None
-    num_blocks: Annotated[int | None, "size of the KV pool in blocks; wins over the memory fraction"] = None
+    kv_bytes: Annotated[int | None, "size of the KV pool in bytes; overrides the memory fraction"] = None
+    num_blocks: Annotated[int | None, "size of the KV pool in blocks; overrides the memory fraction"] = None
     prefix_cache: Annotated[bool, "reuse the KV of prefixes that were computed before"] = True
     chunked_prefill: Annotated[bool, "let a long prompt take several steps"] = True
     order: Annotated[str, "policy that orders waiting requests: priority, fcfs or prefix-aware"] = "priority"
-    eviction: Annotated[str, "policy that picks which cached prefix goes first: lru or lfu"] = "lru"
+    eviction: Annotated[str, "policy that picks which cached prefix is dropped first: lru or lfu"] = "lru"
     overlap: Annotated[bool, "issue step n+1 before step n has been committed"] = True
-    attention: Annotated[str, "attention: auto, or of torch sdpa or naive, of cuda triton or flashinfer"] = "auto"
-    drafter: Annotated[str, "speculative decoding: who proposes tokens; there is none yet"] = "none"
+    attention: Annotated[str, "attention: auto; with torch sdpa or naive, with cuda triton or flashinfer"] = "auto"
+    drafter: Annotated[str, "speculative decoding: the drafter that proposes tokens; there is none yet"] = "none"
     threads: Annotated[int | None, "CPU threads of the engine; default: one per core"] = None
     seed: Annotated[int, "seed of dummy weights"] = 0
     cache: Annotated[bool, "keep weights that were converted for this machine on disk for the next start"] = True

@@ -58,7 +58,7 @@ def import_results(source: Path, out: Path) -> dict[str, Any]:
                 f"{source} looks like a result of {name} but cannot be read: {error!r}", field="FILE"
             ) from error
         return _write(found, source, out)
-    raise InvalidInput(f"{source} is of no known format", field="FILE", remedy="known: " + ", ".join(IMPORTERS.names()))
+    raise InvalidInput(f"{source} has an unknown format", field="FILE", remedy="known: " + ", ".join(IMPORTERS.names()))
 
 
 def _document(source: Path) -> Any:

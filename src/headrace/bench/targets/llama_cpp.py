@@ -15,7 +15,7 @@ def gguf_path(model: str) -> str:
     except HeadraceError as error:
         raise InvalidInput(str(error), field="--model") from error
     if files.kind != "gguf":
-        raise InvalidInput(f"llama.cpp needs a GGUF file, {model!r} is none", field="--model")
+        raise InvalidInput(f"llama.cpp needs a GGUF file, and {model!r} is not one", field="--model")
     return str(files.weights[0])
 
 

@@ -122,7 +122,7 @@ def _text(value: Any) -> str:
     if isinstance(value, list):
         return "\n".join(_text(part["text"]) for part in value)
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
+        raise TypeError(f"{value!r} is not text")
     return value
 
 

@@ -27,7 +27,7 @@ def refuse(form: Format, shapes: dict[str, tuple[int, ...]]) -> None:
     """InvalidInput if matrices of these shapes cannot be written in `form`; it names the first."""
     if _layout(form) is None:
         raise InvalidInput(
-            f"{form.name} has no place in a compressed-tensors folder",
+            f"{form.name} cannot be stored in a compressed-tensors folder",
             field="weights",
             remedy="choose one of: " + ", ".join(writable()),
         )

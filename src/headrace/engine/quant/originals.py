@@ -180,7 +180,7 @@ class GGUFOriginal:
             if pattern in patterns:
                 found[f"{patterns[pattern].format(i=layer[1] if layer else '')}.{ending}"] = name
             elif not pattern.startswith("rope_"):
-                raise UnsupportedModel(f"tensor {name!r} has no place in a {self.spec.model_type} folder", field=name)
+                raise UnsupportedModel(f"a {self.spec.model_type} folder has no tensor like {name!r}", field=name)
         return found
 
     def names(self) -> Iterable[str]:
@@ -339,9 +339,9 @@ def _compare(geometry: ModelSpec, written: ModelSpec) -> None:
     """UnsupportedModel names the first property of the file that the written config does not give back."""
     for field in ("vocab_size", "hidden_size", "tied_embeddings", "max_context", "norm_eps", "logit_softcap"):
         if getattr(geometry, field) != getattr(written, field):
-            raise UnsupportedModel(f"{field} cannot be said in a config of {written.model_type}", field=field)
+            raise UnsupportedModel(f"{field} cannot be expressed in a config of {written.model_type}", field=field)
     if abs(geometry.embedding_scale - written.embedding_scale) > 1e-3:
-        raise UnsupportedModel("the embedding's scale cannot be said in a config", field="embedding_scale")
+        raise UnsupportedModel("the embedding's scale cannot be expressed in a config", field="embedding_scale")
     for i, (there, here) in enumerate(zip(geometry.layers, written.layers, strict=True)):
         if replace(there, mixer=_plain(there.mixer)) != replace(here, mixer=_plain(here.mixer)):
             raise UnsupportedModel(
