@@ -29,7 +29,7 @@ test-gpu: setup
 	    tests/engine/test_kernels_decode_hopper.py tests/engine/test_cuda_library.py \
 	    tests/engine/test_kernels_gemm_hopper.py tests/engine/test_kernels_quantized_hopper.py tests/engine/test_kernels_codes.py tests/engine/test_kernels_groups.py \
 	    tests/engine/test_cuda_kv_formats.py tests/engine/test_kernels_quantized.py tests/engine/test_cuda_quantized.py \
-	    tests/engine/test_cuda_timeline.py tests/engine/test_cuda_steps.py tests/engine/test_cuda_deep.py \
+	    tests/engine/test_cuda_timeline.py tests/engine/test_cuda_steps.py tests/engine/test_cuda_bf16.py tests/engine/test_cuda_deep.py \
 	    tests/engine/test_cuda_flashinfer.py tests/engine/test_cuda_smollm2.py; \
 	else echo "no CUDA GPU: skipped"; fi
 
