@@ -303,7 +303,7 @@ def test_a_request_without_a_time_ends_a_run_by_times_with_code_2(url: str, tmp_
     load = ["--workload", "file", "--file", str(mine), "--arrivals", "trace", "--no-headroom", "--warmup", "0"]
     done = bench("run", "--url", url, "--model", "golden", *load, "--out", str(tmp_path / "o"))
     assert done.returncode == 2
-    assert done.stderr.strip().splitlines()[-1].startswith("headrace: --arrivals: session 1 says no time")
+    assert done.stderr.strip().splitlines()[-1].startswith("headrace: --arrivals: session 1 has no arrival time")
 
 
 def test_code_2_in_a_real_process(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_vllm_without_them_keeps_its_own_figures_and_says_so(tmp_path: Path) -> 
     ("text", "says"),
     [
         ("{", "cannot read"),
-        ("{}", "no known format"),
+        ("{}", "an unknown format"),
         ('{"benchmarks": [], "metadata": {}}', "0 benchmarks"),
         ('{"benchmarks": [{"requests": {}}], "metadata": {}}', "cannot be read"),
         ('{"output_throughput": 1, "completed": 1}', "cannot be read"),
