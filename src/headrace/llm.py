@@ -35,10 +35,11 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer. `prompt_index` and `index` say which prompt and which of its `n` answers.
+    """One answer. `prompt_index` and `index`: which prompt it answers, and which of that prompt's `n` answers it is.
 
-    `token_ids` are all that the engine generated up to the end of the text, a final EOS or stop token included.
-    `stopped_by`: the stop string or token id that ended it. `finish_reason` `error` comes with `error`.
+    `token_ids`: everything the engine generated up to the end of the text, a final EOS or stop token included.
+    `stopped_by`: the stop string or token id that ended the answer; None if neither did. `cached_tokens`: tokens of the prompt
+    that came from the prefix cache. `error` is set if `finish_reason` is `error`.
     """
 
     prompt_index: int
@@ -56,7 +57,7 @@ class Completion:
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """New text of one answer, and the tokens that came since the last delta (text may lag behind them). The last has `completion`."""
+    """New text of one answer, and the tokens since the last delta (text may lag behind them). The last delta has `completion`."""
 
     prompt_index: int
     index: int
@@ -66,11 +67,13 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 class LLM:
-    """A model, loaded and ready. Options are the fields of `EngineConfig`; `chat_template` is a Jinja file to use instead
-    of the model's own; `generation_config` False ignores the sampling that the model recommends. Use it as a context
-    manager or call `close`.
+    """A model, loaded and ready. Use it as a context manager or call `close`.
 
-    Methods block; several threads may call them at once, their requests are batched together.
+    `options`: fields of `EngineConfig`. `chat_template`: a Jinja file to use instead of the model's own template.
+    `generation_config` False ignores the sampling that the model recommends. A wrong option, prompt or token id raises
+    `InvalidInput` naming it; a model that cannot be served, `UnsupportedModel`; one too large for the memory, `DoesNotFit`.
+
+    Methods block. Several threads may call them at once; their requests are batched together.
     """
 
     def __init__(
@@ -88,7 +91,7 @@ class LLM:
     def from_config(
         cls, config: EngineConfig, chat_template: str | Path | None = None, *, generation_config: bool = True
     ) -> LLM:
-        """The same from options that are checked already."""
+        """The same, from options that are already an `EngineConfig`."""
         llm = cls.__new__(cls)
         llm._start(config, chat_template, generation_config)
         return llm
@@ -122,6 +125,7 @@ class LLM:
 
     @property
     def stats(self) -> EngineStats:
+        """A snapshot of the engine's counters after its latest step."""
         return self._engine.stats
 
     def __enter__(self) -> LLM:
@@ -137,13 +141,13 @@ class LLM:
         self._engine.stop()
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[Completion]:
-        """Complete one prompt or several, each a text or token ids. Answers in order, the `n` of a prompt together."""
+        """Complete one prompt or several, each a text or token ids. Answers are in order of the prompts, the `n` of a prompt together."""
         return _collect(self.stream(prompts, params))
 
     def chat(
         self, messages: Messages | Sequence[Messages], params: SamplingParams | None = None, **template: Any
     ) -> list[Completion]:
-        """Answer one conversation or several; `template` goes to the chat template (`tools`, `enable_thinking`, …)."""
+        """Answer one conversation or several. `template`: variables for the chat template (`tools`, `enable_thinking`, …)."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         return self.generate([self.chat_prompt(c, **template) for c in conversations], params)  # type: ignore[arg-type]
 
@@ -154,7 +158,7 @@ class LLM:
     def stream(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
     ) -> Generator[Delta, None, None]:
-        """Like `generate`, answers as they come, interleaved. Leaving the iterator early aborts what is unfinished."""
+        """Like `generate`, but yields answers piece by piece, interleaved. Closing the iterator early aborts unfinished answers."""
         return self._follow({run.request.request_id: run for run in self._runs(prompts, params or SamplingParams())})
 
     def _follow(self, runs: dict[str, _Run]) -> Generator[Delta, None, None]:

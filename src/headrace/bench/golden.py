@@ -36,7 +36,7 @@ class GoldenScript:
     http_error: a 500 before any stream · error: an error event after `fault_after_tokens` · disconnect: the connection
     is cut there · stall: a pause of `stall_ms` there · empty: a stream that ends without a token · short: half of the
     tokens asked for. `slots`: requests served at once, others queue (0: no limit). `token_words`: words per token text.
-    `api_key`: asked for where it is
+    `api_key`: required of requests where it is
     set. `usage`: `final` (OpenAI's include_usage), `continuous` (on each chunk when asked), `none`.
     """
 
@@ -61,7 +61,7 @@ class GoldenScript:
     api_key: str = ""
 
     def check(self) -> None:
-        """Raise `InvalidInput` naming the option that cannot be."""
+        """Raise `InvalidInput` naming the option that is wrong."""
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(value, int | float) and not isinstance(value, bool) and value < 0:

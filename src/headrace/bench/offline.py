@@ -120,7 +120,7 @@ def check_fits(requests: list[OfflineRequest], max_model_len: int) -> None:
 def offline_summary(
     client: EngineClient, records: list[RequestRecord], load: dict[str, str], out: Path | None
 ) -> dict[str, Any]:
-    """The summary of an offline run, with what the engine says of itself; written to `out` where one is given."""
+    """The summary of an offline run, with what the engine reports about itself; written to `out` where one is given."""
     info = client.info
     settings = RunSettings(
         endpoint=Endpoint("", info.model), workload="offline", workload_options=load, requests=len(records),

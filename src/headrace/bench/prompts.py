@@ -45,7 +45,7 @@ class PromptWriter:
         return self.count(text) if self.count is not None else round(len(text.split()) * self.tokens_per_word)
 
     def unique(self, tag: int, salt: str) -> str:
-        """Three words that no other `tag` of the run starts with, so that no prefix cache can answer a prompt."""
+        """Three words that no other `tag` of the run starts with, so that no prefix cache can serve a prompt."""
         base = len(self.words)
         value = (tag * 7919 + Random(f"unique/{salt}").randrange(base**3)) % base**3
         return " ".join((self.words[value % base], self.words[value // base % base], self.words[value // base**2]))

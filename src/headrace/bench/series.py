@@ -159,7 +159,7 @@ class RateSearch(msgspec.Struct, kw_only=True):
 
 
 async def find_max(slo: Slo, start_rps: float, probe: Probe, *, most_rps: float = 10_000.0) -> RateSearch:
-    """The highest request rate that keeps the objective, to 5 %.
+    """The highest request rate that meets the objective, to 5 %.
 
     Doubles (or halves) from `start_rps` until one rate keeps it and one does not, then bisects. A rate counts as kept
     when the objective holds, nothing failed, and the server answered at least 90 % of the offered rate.

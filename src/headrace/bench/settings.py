@@ -51,7 +51,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     target: dict[str, Any] = {}
 
     def check(self) -> None:
-        """Raise `InvalidInput` naming the option that cannot be."""
+        """Raise `InvalidInput` naming the option that is wrong."""
         for field, value in (
             ("--requests", self.requests),
             ("--duration", self.duration_s),

@@ -199,7 +199,7 @@ class EngineClient(Protocol):
         ...
 
     def abandon(self, request_id: str) -> None:
-        """Abort a request that nobody follows any more; its sink is not called again. Unknown ids are ignored."""
+        """Abort a request whose outputs nobody wants any more; its sink is not called again. Unknown ids are ignored."""
         ...
 
     def abort(self, request_id: str) -> None:

@@ -1,4 +1,4 @@
-"""Sampling as a user of the library or the command line asks for it, before defaults and limits are filled in."""
+"""Sampling as a user of the library or the command line gives it, before defaults and limits are filled in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client asks of the engine: sampling rules and a request."""
+"""What a client sends to the engine: sampling rules and a request."""
 
 from __future__ import annotations
 

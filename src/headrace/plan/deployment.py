@@ -32,14 +32,14 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
     Predictions take this and only this, so they cannot read a measured answer. `weights`/`kv`: precisions, "auto" for
     the checkpoint's and the engine's default. `memory_fraction`, `max_*`: None means the engine's own default.
     `concurrency`: requests in flight in a closed loop; None means as many as fit (an offline queue). Published runs often
-    do not say whether it is per instance ("unstated"): then more than twice what one instance holds counts as spread. "server": a
-    published run whose campaign measures one instance.
-    `equal_lengths`: all prompts and all answers are equally long, as load generators send them that are told no spread.
-    `shortest`: lengths are drawn evenly from this share of `isl` and `osl` on.
+    do not say whether it is per instance (`concurrency_scope` "unstated"): then more than twice what one instance holds counts as
+    spread over several. "server": a published run whose campaign measures one instance.
+    `equal_lengths`: all prompts and all answers are equally long, as load generators send them without a spread.
+    `shortest`: lengths are drawn uniformly from this share of `isl` and `osl` up to them.
     `mixed_chunk`: the engine decodes in steps that prefill, where that is a choice (SGLang, off by default).
     `batch_wait_steps`/`batch_wait_share`: a prompt waits so many decode steps for others, until together they are this share
     of a step's token budget (TensorRT-LLM's `batch_wait_timeout_iters` and `batch_wait_max_tokens_ratio`, none by default).
-    `poll_steps`: decode steps between looks for new requests (SGLang's `--scheduler-recv-interval`, 1 by default).
+    `poll_steps`: decode steps between checks for new requests (SGLang's `--scheduler-recv-interval`, 1 by default).
     """
 
     model: str

@@ -18,7 +18,7 @@ def dollars_per_million(usd_per_hour: float, tokens_per_s: float) -> float:
 
 
 def usd_per_million(price: Figure, tokens_per_s: Figure) -> Figure:
-    """The same with intervals: cheap and fast at the low end, dear and slow at the high end."""
+    """The same with intervals: cheap and fast at the low end, expensive and slow at the high end."""
     return Figure(
         dollars_per_million(price.value, tokens_per_s.value),
         dollars_per_million(price.low, tokens_per_s.high),

@@ -1,4 +1,4 @@
-"""Memory: does it fit, how many users, and which term is in the way. Itemised per rank, under each engine's own rules."""
+"""Memory: does it fit, for how many users, and which term is the limit. Itemised per rank, under each engine's own rules."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Fit(msgspec.Struct, frozen=True):
     """The memory plan of one rank. Bytes per rank; tokens and users per instance.
 
     `fits`: one request of `context` tokens fits in the fraction of usable memory under the engine's rules. `limit` names the
-    term that is in the way, or that bounds the number of users when it fits. `kv_bytes_per_token` and
+    term that makes it too large or, when it fits, bounds the number of users. `kv_bytes_per_token` and
     `kv_fixed_bytes_per_request` are the line of one request's KV bytes at `context`.
     """
 

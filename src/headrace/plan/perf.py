@@ -27,7 +27,7 @@ class Performance(msgspec.Struct, frozen=True):
 
     `running`/`waiting`: requests inside the engine and outside, per instance. `decode_ms`/`prefill_ms`: milliseconds of each
     operator in one decode step and one prefill step, before offsets. `fits`: one request fits in memory; if not, the times
-    say what the arithmetic alone would give.
+    are what the arithmetic alone would give.
     """
 
     subject: str

@@ -1,4 +1,4 @@
-"""Measured points: a table of runs whose columns are split, at the door, into what is given and what was measured.
+"""Measured points: a table of runs whose columns are split, on reading, into what is given and what was measured.
 
 `Point.inputs` is built from the input columns alone; answers are kept apart in `Point.answers` and reach only the scoring.
 """
@@ -291,7 +291,7 @@ def _integer(cells: Mapping[str, str], name: str) -> int | None:
 
 def _answers(measured: Mapping[str, str], block_tokens: int) -> Answers:
     def number(name: str) -> float | None:
-        """What was measured; None for an empty cell and for what nothing measures (no number, nothing, less, without end)."""
+        """A measured value; None for an empty cell and for values that no run has (not a number, zero, negative, infinite)."""
         try:
             value = float(measured[name] or "nan")
         except ValueError:

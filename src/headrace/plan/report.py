@@ -1,4 +1,4 @@
-"""One HTML file with every picture inside it, and the same pictures as PNG and SVG."""
+"""One HTML file with every chart inside it, and the same charts as PNG and SVG."""
 
 from __future__ import annotations
 

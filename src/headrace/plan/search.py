@@ -25,7 +25,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked for. `min_users`: requests that one instance must serve at once; `rate_rps` sizes a fleet.
+    """What a deployment must do. `min_users`: requests that one instance must serve at once; `rate_rps` sizes a fleet.
 
     `pp`: pipeline stages to try; `dp`: attention replicas to try, of models with experts (those of a dense model would be
     instances of their own). The rest of a count's GPUs are tensor-parallel.
@@ -89,7 +89,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class Rejected(msgspec.Struct, frozen=True):
-    """A deployment that does not, why, and the smallest change that would make it pass."""
+    """A deployment that misses a service level, the reason, and the smallest change that would make it pass."""
 
     gpu: str
     gpus: int
@@ -113,7 +113,7 @@ class Ranking(msgspec.Struct, frozen=True):
 
 
 def rank(need: Need, calibration: CalibrationSet | None = None) -> Ranking:
-    """Sweep the space and rank what meets the need."""
+    """Try every combination and rank those that meet the need, cheapest first. InvalidInput names what cannot be searched."""
     chosen = calibration or shipped()
     find_model(need.model)  # a wrong name is the caller's error, not a rejected candidate
     _check(need)

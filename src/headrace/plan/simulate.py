@@ -136,9 +136,9 @@ def simulate(
 ) -> Simulation:
     """Serve `arrivals` on one instance. With `closed_loop`, arrival times are ignored and that many requests are always in flight.
 
-    `prefill`: limits on prompts beside running streams; None for those that our engine has on a GPU by default, and none of
-    them for other engines. Of attention replicas one is simulated, with every so many-th request beside others as busy, and the rates
-    are those of all; pipeline stages, speculation and prompts that are kept back are refused.
+    `prefill`: limits on prompts beside running streams; None means the defaults of our engine on a GPU, and no limits for
+    other engines. Of r attention replicas one is simulated, with every r-th request and the others equally busy; rates are those
+    of all r. Pipeline stages, speculation and prompts that are kept back raise `InvalidInput`.
     """
     if not arrivals:
         raise InvalidInput("there are no requests to simulate", field="requests")

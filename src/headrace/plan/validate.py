@@ -20,7 +20,7 @@ from headrace.spec.prediction import Figure
 
 
 class Predicted(msgspec.Struct, frozen=True):
-    """What the planner says about one point; `error` when it could not answer."""
+    """What the planner predicts for one point; `error` when it could not answer."""
 
     fits: bool | None = None
     weights_gib: float | None = None
@@ -33,7 +33,7 @@ class Predicted(msgspec.Struct, frozen=True):
 
 
 def predict_point(kind: str, inputs: Inputs, context: int, calibration: CalibrationSet | None = None) -> Predicted:
-    """The prediction for a question; there is no way for an answer to get in here."""
+    """The prediction for a question; no measured answer can reach it."""
     try:
         if kind == "memory":
             memory = fit(inputs, context)
