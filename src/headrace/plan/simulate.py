@@ -138,7 +138,7 @@ def simulate(
 
     `prefill`: limits on prompts beside running streams; None means the defaults of our engine on a GPU, and no limits for
     other engines. Of r attention replicas one is simulated, with every r-th request and the others equally busy; rates are those
-    of all r. Pipeline stages, speculation and prompts that are kept back raise `InvalidInput`.
+    of all. Pipeline stages, speculation and prompts that are kept back raise `InvalidInput`.
     """
     if not arrivals:
         raise InvalidInput("there are no requests to simulate", field="requests")
