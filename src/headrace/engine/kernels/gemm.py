@@ -85,7 +85,7 @@ def _skinny(
     x, w, weights, bias, squares, gain, residual, out, gained, squares_out, parts, counters,
     rows, columns, inner, count, eps, scale, x_stride, out_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    NORM: tl.constexpr, PAIR: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    NORM: tl.constexpr, PAIR: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
     GAIN: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
@@ -160,7 +160,7 @@ def _skinny(
             if PAIR:
                 acc2 += tl.load(bias + columns + n, n_inside, 0.0).to(tl.float32)[None, :]
         if PAIR:
-            acc = act(acc, KIND) * acc2
+            acc = act(acc, ACT) * acc2
         target = m[:, None] * out_stride + n[None, :]
         if RESIDUAL:
             acc = acc * scale + tl.load(residual + target, inside, 0.0).to(tl.float32)
@@ -230,6 +230,53 @@ class Gained:
     count: int = 0
 
 
+@dataclass(slots=True)
+class Fused:
+    """What is fused into a product: see `skinny_gemm`."""
+
+    eps: float = 0.0
+    bias: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    scale: float = 1.0
+    pair: str | None = None
+    gain: torch.Tensor | None = None
+    gained: Gained | None = None
+    pdl: bool = False
+
+    def tensors(self, x: torch.Tensor | Gained, out: torch.Tensor, work: GemmWorkspace) -> tuple[torch.Tensor, ...]:
+        """What launches are given from the bias to the counters."""
+        some = work.parts
+        values, squares = (out, some) if self.gained is None else (self.gained.values, self.gained.squares)
+        return (
+            some if self.bias is None else self.bias, x.squares if isinstance(x, Gained) else some,
+            some if self.gain is None else self.gain, some if self.residual is None else self.residual,
+            out, values, squares, work.parts, work.counters,
+        )  # fmt: skip
+
+    def numbers(self, x: torch.Tensor | Gained) -> tuple[int, float, float]:
+        """How many tiles of x have sums of squares, and what is added to their mean; what the product is multiplied by."""
+        return (x.count if isinstance(x, Gained) else 0), self.eps, self.scale
+
+    def leaves(self, tiles: int) -> None:
+        """Note that `gained` gets the squares of so many tiles."""
+        if self.gained is not None:
+            assert tiles * MAX_ROWS.value <= self.gained.squares.numel()
+            self.gained.count = tiles
+
+    def flags(self, x: torch.Tensor | Gained) -> dict[str, Any]:
+        return {
+            "NORM": isinstance(x, Gained), "PAIR": self.pair is not None, "ACT": ACTIVATIONS[self.pair or "silu"],
+            "BIAS": self.bias is not None, "RESIDUAL": self.residual is not None, "GAIN": self.gained is not None,
+            "PDL": self.pdl, **({"launch_pdl": True} if self.pdl else {}),
+        }  # fmt: skip
+
+
+def sizes(x: torch.Tensor | Gained, outputs: int, fused: Fused) -> tuple[torch.Tensor, int, int, int]:
+    """What is multiplied, its rows, the columns of the result and the inner dimension."""
+    source = x.values if isinstance(x, Gained) else x
+    return source, len(source), outputs // (2 if fused.pair else 1), source.shape[1]
+
+
 def rows_read(x: torch.Tensor, padded: int) -> int:
     """How many rows of x a bulk copy of `padded` rows is to read: all where memory goes on behind x, as in the step's buffers.
 
@@ -245,32 +292,22 @@ def skinny_gemm(
     out: torch.Tensor,
     work: GemmWorkspace,
     config: GemmConfig,
-    *,
-    eps: float = 0.0,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    scale: float = 1.0,
-    pair: str | None = None,
-    gain: torch.Tensor | None = None,
-    gained: Gained | None = None,
-    pdl: bool = False,
+    **given: Any,
 ) -> None:
     """out [rows, n] = x [rows, k] times the transpose of w [n, k], for at most `MAX_ROWS` rows.
 
     A `Gained` x is RMS-normalized (with `eps`) on the way. `pair`: w is [2 n, k] and out = act(x w1') * (x w2'). `residual`
-    (like out; may be out itself): out = residual + scale * product. With `gain` [n], `gained` is written beside out.
+    (like out; may be out itself): out = residual + scale * product. With `gain` [n], `gained` is written beside out. `given`:
+    all these, the fields of `Fused`.
     """
-    normed = isinstance(x, Gained)
-    source = x.values if isinstance(x, Gained) else x
-    rows, inner = source.shape
-    columns = w.shape[0] // (2 if pair else 1)
+    fused = Fused(**given)
+    source, rows, columns, inner = sizes(x, w.shape[0], fused)
     c = config
     block_m = max(16, c.rows, triton.next_power_of_2(rows))
     tiles = triton.cdiv(columns, c.block_n)
     even = columns % c.block_n == 0 and inner % (c.block_k * c.split_k) == 0
     assert c.split_k == 1 or c.split_k * block_m * w.shape[0] <= work.parts.numel()
     assert c.split_k == 1 or tiles <= work.counters.numel()
-    some = work.parts
     x_given, w_given = source, w
     if c.tma:
         assert even
@@ -278,18 +315,11 @@ def skinny_gemm(
             source, [rows_read(source, block_m), inner], [source.stride(0), 1], [block_m, c.block_k]
         )
         w_given = TensorDescriptor.from_tensor(w, [c.block_n, c.block_k])
-    if gained is not None:
-        assert tiles * MAX_ROWS.value <= gained.squares.numel()
-        gained.count = tiles
+    fused.leaves(tiles)
     _skinny[(tiles, c.split_k)](
-        x_given, w_given, w, some if bias is None else bias, x.squares if normed else some, some if gain is None else gain,
-        some if residual is None else residual, out, out if gained is None else gained.values,
-        some if gained is None else gained.squares, work.parts, work.counters,
-        rows, columns, inner, x.count if normed else 0, eps, scale, source.stride(0), out.stride(0),
-        BLOCK_M=block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, SPLIT_K=c.split_k, NORM=normed,
-        PAIR=pair is not None, KIND=ACTIVATIONS[pair or "silu"], BIAS=bias is not None, RESIDUAL=residual is not None,
-        GAIN=gained is not None, EVEN=even, TMA=c.tma, PDL=pdl, STAGES=c.stages, num_warps=c.num_warps,
-        **({"launch_pdl": True} if pdl else {}),
+        x_given, w_given, w, *fused.tensors(x, out, work), rows, columns, inner, *fused.numbers(x), source.stride(0), out.stride(0),
+        BLOCK_M=block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, SPLIT_K=c.split_k, EVEN=even, TMA=c.tma, STAGES=c.stages,
+        num_warps=c.num_warps, **fused.flags(x),
     )  # fmt: skip
 
 

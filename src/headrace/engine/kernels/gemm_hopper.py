@@ -32,8 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from headrace.engine.kernels.activation import ACTIVATIONS, act
-from headrace.engine.kernels.gemm import MAX_ROWS, Gained, GemmConfig, GemmWorkspace, rows_read, unfit
+from headrace.engine.kernels.activation import act
+from headrace.engine.kernels.gemm import MAX_ROWS, Fused, Gained, GemmConfig, GemmWorkspace, rows_read, sizes, unfit
 
 BLOCK_K = 64
 """Inner elements of a block: 128 bytes, the widest swizzle."""
@@ -385,48 +385,31 @@ def hopper_gemm(
     out: torch.Tensor,
     work: GemmWorkspace,
     config: GemmConfig,
-    *,
-    eps: float = 0.0,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    scale: float = 1.0,
-    pair: str | None = None,
-    gain: torch.Tensor | None = None,
-    gained: Gained | None = None,
-    pdl: bool = False,
+    **given: Any,
 ) -> None:
     """`skinny_gemm` with a configuration that has `block_m`."""
-    normed = isinstance(x, Gained)
-    source = x.values if isinstance(x, Gained) else x
-    rows, inner = source.shape
-    columns = w.shape[0] // (2 if pair else 1)
+    fused = Fused(**given)
+    source, rows, columns, inner = sizes(x, w.shape[0], fused)
     c = config
     row_tiles = max(1, -(-c.rows // (c.block_m * c.row_groups)))
     padded = row_tiles * c.row_groups * c.block_m
     assert rows <= padded
-    assert unfit(c, columns, inner, pair=pair is not None) is None
+    assert unfit(c, columns, inner, pair=fused.pair is not None) is None
     tiles = w.shape[0] // (c.block_n * c.column_groups) * row_tiles
     groups = c.row_groups * c.column_groups
     programs, lead = cut(tiles, inner // BLOCK_K, work.programs)
     assert programs * groups * c.block_m * c.block_n <= work.parts.numel()
     assert tiles * groups <= work.counters.numel()
     kind = gl.bfloat16 if source.dtype == torch.bfloat16 else gl.float16
-    x_box, w_box = [c.block_m, BLOCK_K], [c.block_n // (2 if pair else 1), BLOCK_K]
+    x_box, w_box = [c.block_m, BLOCK_K], [c.block_n // (2 if fused.pair else 1), BLOCK_K]
     x_layout = gl.NVMMASharedLayout.get_default_for(x_box, kind)
     w_layout = gl.NVMMASharedLayout.get_default_for(w_box, kind)
     x_given = TensorDescriptor(source, [rows_read(source, padded), inner], [source.stride(0), 1], x_box, x_layout)
-    if gained is not None:
-        gained.count = columns // c.block_n
-        assert gained.count * MAX_ROWS.value <= gained.squares.numel()
-    some = work.parts
+    fused.leaves(columns // c.block_n)
     kernel[(programs,)](
-        x_given, TensorDescriptor.from_tensor(w, w_box, w_layout), some if bias is None else bias,
-        x.squares if normed else some, some if gain is None else gain, some if residual is None else residual,
-        out, out if gained is None else gained.values, some if gained is None else gained.squares, work.parts, work.counters,
-        rows, columns, inner, x.count if normed else 0, eps, scale, out.stride(0), lead,
+        x_given, TensorDescriptor.from_tensor(w, w_box, w_layout), *fused.tensors(x, out, work),
+        rows, columns, inner, *fused.numbers(x), out.stride(0), lead,
         M=c.block_m, N=c.block_n, ROW_GROUPS=c.row_groups, COLUMN_GROUPS=c.column_groups, ROW_TILES=row_tiles,
-        K=BLOCK_K, STAGES=c.stages, REGISTERS=REGISTERS[groups], NORM=normed, PAIR=pair is not None,
-        ACT=ACTIVATIONS[pair or "silu"], BIAS=bias is not None, RESIDUAL=residual is not None, GAIN=gained is not None,
-        PDL=pdl, X_LAYOUT=x_layout, W_LAYOUT=w_layout, STORED=stored_layout(c.block_m, w_box[0]),
-        num_warps=4, **({"launch_pdl": True} if pdl else {}),
+        K=BLOCK_K, STAGES=c.stages, REGISTERS=REGISTERS[groups], X_LAYOUT=x_layout, W_LAYOUT=w_layout,
+        STORED=stored_layout(c.block_m, w_box[0]), num_warps=4, **fused.flags(x),
     )  # fmt: skip

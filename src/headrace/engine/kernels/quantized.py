@@ -17,15 +17,16 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from headrace.engine.kernels.activation import ACTIVATIONS, act
+from headrace.engine.kernels.activation import act
 from headrace.engine.kernels.decode import arrived_last
-from headrace.engine.kernels.gemm import MAX_ROWS, Gained, GemmConfig, GemmWorkspace, prefetch, shrink_of
+from headrace.engine.kernels.gemm import MAX_ROWS, Fused, Gained, GemmConfig, GemmWorkspace, prefetch, shrink_of, sizes
 from headrace.engine.kernels.launchers import power_of_2
 from headrace.engine.kernels.unpack import FP8, INT4, MXFP4, MXFP4_BITS, NF4_CODES, byte_words, unpacked, valued
 from headrace.engine.quant.tables import DYNAMIC, NF4
@@ -320,6 +321,12 @@ class QuantMatrix:
         found = (self.codes, self.scales, self.zeros, self.nested, self.offsets)
         return [t for t in found if t is not None]
 
+    def given(self, some: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What launches are given from the scales to the tables; `some` stands for what there is none of."""
+        scales = self.scales.view(torch.uint8) if self.scales.element_size() == 1 else self.scales
+        others = (some if t is None else t for t in (self.zeros, self.nested, self.offsets))
+        return (scales, *others, constants(some.device))
+
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.tensors())
@@ -377,15 +384,7 @@ def quantized_gemm(
     out: torch.Tensor,
     work: GemmWorkspace,
     config: GemmConfig,
-    *,
-    eps: float = 0.0,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    scale: float = 1.0,
-    pair: str | None = None,
-    gain: torch.Tensor | None = None,
-    gained: Gained | None = None,
-    pdl: bool = False,
+    **given: Any,
 ) -> None:
     """`headrace.engine.kernels.gemm.skinny_gemm` with quantized weights. The inner steps of `config` must divide the inputs;
     to a direct one `not_direct` must have no objection, to one with `block_m` `not_specialized`; with either, activations
@@ -393,35 +392,18 @@ def quantized_gemm(
     if config.block_m:
         from headrace.engine.kernels.quantized_hopper import hopper_quantized_gemm
 
-        hopper_quantized_gemm(
-            x, w, out, work, config, eps=eps, bias=bias, residual=residual, scale=scale, pair=pair, gain=gain,
-            gained=gained, pdl=pdl,
-        )  # fmt: skip
+        hopper_quantized_gemm(x, w, out, work, config, **given)
         return
-    normed = isinstance(x, Gained)
-    source = x.values if isinstance(x, Gained) else x
-    rows, inner = source.shape
-    columns = w.shape[0] // (2 if pair else 1)
+    fused = Fused(**given)
+    source, rows, columns, inner = sizes(x, w.shape[0], fused)
     c = config
     tiles = -(-columns // c.block_n)
-    some = work.parts
-    if gained is not None:
-        assert tiles * MAX_ROWS.value <= gained.squares.numel()
-        gained.count = tiles
-    given = lambda t: some if t is None else t  # noqa: E731
-    tensors = (
-        source, w.codes.view(torch.int8), bits_of(w.scales), given(w.zeros), given(w.nested), given(w.offsets),
-        constants(source.device), given(bias), x.squares if normed else some, given(gain),
-        given(residual), out, out if gained is None else gained.values, some if gained is None else gained.squares,
-    )  # fmt: skip
-    sizes = (
-        rows, columns, inner, w.shape[0], x.count if normed else 0, eps, scale, source.stride(0), out.stride(0), *w.parts
-    )  # fmt: skip
+    fused.leaves(tiles)
+    *tensors, parts, counters = (source, w.codes.view(torch.int8), *w.given(work.parts), *fused.tensors(x, out, work))
+    numbers = (rows, columns, inner, w.shape[0], *fused.numbers(x), source.stride(0), out.stride(0), *w.parts)
     flags = {
         "KIND": w.kind, "SCALE": w.scaling, "GROUP": w.group, "SHARED": w.shared, "ASYM": w.zeros is not None,
-        "BLOCK_N": c.block_n, "NORM": normed, "PAIR": pair is not None, "ACT": ACTIVATIONS[pair or "silu"],
-        "BIAS": bias is not None, "RESIDUAL": residual is not None, "GAIN": gained is not None, "PDL": pdl,
-        "num_warps": c.num_warps, **({"launch_pdl": True} if pdl else {}),
+        "BLOCK_N": c.block_n, "num_warps": c.num_warps, **fused.flags(x),
     }  # fmt: skip
     if c.direct:
         from headrace.engine.kernels import single, streamed
@@ -431,7 +413,7 @@ def quantized_gemm(
         assert (why := not_direct(w, columns, c)) is None, why
         way = single if c.rows == 1 else streamed
         way.kernel[(tiles,)](
-            *tensors, *sizes, **flags, **way.layouts(c.num_warps, c.block_n), WARPS=c.num_warps,
+            *tensors, *numbers, **flags, **way.layouts(c.num_warps, c.block_n), WARPS=c.num_warps,
             STEPS=inner // (DIRECT_INPUTS * c.num_warps), DEPTH=c.stages,
             **({"maxnreg": c.registers} if c.registers else {}),
         )  # fmt: skip
@@ -443,14 +425,10 @@ def quantized_gemm(
     assert c.split_k == 1 or c.split_k * block_m * w.shape[0] <= work.parts.numel()
     assert c.split_k == 1 or tiles <= work.counters.numel()
     _quantized[(tiles, c.split_k)](
-        *tensors, work.parts, work.counters, *sizes, **flags,
+        *tensors, parts, counters, *numbers, **flags,
         BYTES=w.chunk_bytes, BLOCK_M=block_m, BLOCK_K=c.block_k, SPLIT_K=c.split_k, EVEN=columns % c.block_n == 0,
         FAST=source.dtype == torch.bfloat16 and source.is_cuda, STAGES=c.stages,
     )  # fmt: skip
-
-
-def bits_of(scales: torch.Tensor) -> torch.Tensor:
-    return scales.view(torch.uint8) if scales.element_size() == 1 else scales
 
 
 @cache
@@ -517,12 +495,9 @@ def dequantize(w: QuantMatrix, out: torch.Tensor) -> torch.Tensor:
     """The matrix in `out`'s type, in the first elements of the flat buffer `out`; returned as [outputs, inputs]."""
     rows, inner = w.shape
     found = out[: rows * inner].view(rows, inner)
-    some = w.codes
-    given = lambda t: some if t is None else t  # noqa: E731
     block_n = 32
     _dequantize[(-(-rows // block_n), -(-inner // 256))](
-        w.codes.view(torch.int8), bits_of(w.scales), given(w.zeros), given(w.nested), given(w.offsets),
-        constants(out.device), found, rows, inner, *w.parts,
+        w.codes.view(torch.int8), *w.given(w.codes), found, rows, inner, *w.parts,
         KIND=w.kind, SCALE=w.scaling, GROUP=w.group, SHARED=w.shared, ASYM=w.zeros is not None,
         BYTES=w.chunk_bytes, BLOCK_N=block_n, BLOCK_K=256, FAST=out.dtype == torch.bfloat16 and out.is_cuda, num_warps=4,
     )  # fmt: skip

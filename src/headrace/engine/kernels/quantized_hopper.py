@@ -30,8 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from headrace.engine.kernels.activation import ACTIVATIONS, act
-from headrace.engine.kernels.gemm import MAX_ROWS, Gained, GemmConfig, GemmWorkspace, rows_read
+from headrace.engine.kernels.activation import act
+from headrace.engine.kernels.gemm import MAX_ROWS, Fused, Gained, GemmConfig, GemmWorkspace, rows_read, sizes
 from headrace.engine.kernels.gemm_hopper import (
     REGISTERS,
     _as_sums,
@@ -48,8 +48,6 @@ from headrace.engine.kernels.quantized import (
     DIRECT_INPUTS,
     NESTED,
     QuantMatrix,
-    bits_of,
-    constants,
     not_specialized,
     part_of,
 )
@@ -634,30 +632,20 @@ def hopper_quantized_gemm(
     out: torch.Tensor,
     work: GemmWorkspace,
     config: GemmConfig,
-    *,
-    eps: float = 0.0,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    scale: float = 1.0,
-    pair: str | None = None,
-    gain: torch.Tensor | None = None,
-    gained: Gained | None = None,
-    pdl: bool = False,
+    **given: Any,
 ) -> None:
     """`quantized_gemm` with a configuration that has `block_m`: all rows at once; `block_n` are a group's outputs, of both
     matrices of a pair together, and `column_groups` its groups of four warps."""
-    normed = isinstance(x, Gained)
-    source = x.values if isinstance(x, Gained) else x
-    rows, inner = source.shape
-    columns = w.shape[0] // (2 if pair else 1)
+    fused = Fused(**given)
+    source, rows, columns, inner = sizes(x, w.shape[0], fused)
     c = config
     row_tiles = -(-rows // c.block_m)
-    assert rows <= MAX_ROWS.value or not (normed or gained is not None)
+    assert rows <= MAX_ROWS.value or not (isinstance(x, Gained) or fused.gained is not None)
     assert (why := not_specialized(w, c)) is None, why
     tiles = w.shape[0] // (c.block_n * c.column_groups) * row_tiles
     programs, lead = cut(tiles, inner // DIRECT_INPUTS, work.programs)
     # Where all programs have the same part of one tile each, they end it together; of products alone there is one kernel.
-    scatter = programs // tiles if gained is not None and programs % tiles == 0 else 1
+    scatter = programs // tiles if fused.gained is not None and programs % tiles == 0 else 1
     if scatter not in (2, 4, 8) or inner // DIRECT_INPUTS % scatter or c.block_m // scatter < 16:
         scatter = 1
     ended = c.block_m // scatter
@@ -667,32 +655,23 @@ def hopper_quantized_gemm(
     words = _words(w)
     piece = 8 if w.kind == MXFP4.value else 32
     kind = gl.int32 if w.kind == MXFP4.value else gl.int16
-    x_box, w_box = [c.block_m, 64], [c.block_n // (2 if pair else 1), piece]
+    n_out = c.block_n // (2 if fused.pair else 1)
+    x_box, w_box = [c.block_m, 64], [n_out, piece]
     x_layout = gl.NVMMASharedLayout.get_default_for(x_box, gl.bfloat16)
     w_layout = gl.NVMMASharedLayout.get_default_for(w_box, kind)
     x_given = TensorDescriptor(
         source, [rows_read(source, row_tiles * c.block_m), inner], [source.stride(0), 1], x_box, x_layout
     )
-    n_out = c.block_n // (2 if pair else 1)
-    between, stored = stored_layouts(min(ended, 64), c.block_n, pair is not None)
-    if gained is not None:
-        gained.count = columns // n_out
-        assert gained.count * MAX_ROWS.value <= gained.squares.numel()
-    some = work.parts
-    given = lambda t: some if t is None else t  # noqa: E731
+    between, stored = stored_layouts(min(ended, 64), c.block_n, fused.pair is not None)
+    fused.leaves(columns // n_out)
     kernel[(programs,)](
-        x_given, TensorDescriptor.from_tensor(words, w_box, w_layout), bits_of(w.scales), given(w.zeros), given(w.nested),
-        given(w.offsets), constants(source.device), given(bias), x.squares if normed else some, given(gain),
-        given(residual), out, out if gained is None else gained.values, some if gained is None else gained.squares,
-        work.parts, work.counters, rows, columns, inner, w.shape[0], x.count if normed else 0, eps, scale, out.stride(0),
+        x_given, TensorDescriptor.from_tensor(words, w_box, w_layout), *w.given(work.parts), *fused.tensors(x, out, work),
+        rows, columns, inner, w.shape[0], *fused.numbers(x), out.stride(0),
         lead, row_tiles, *w.parts,
         M=c.block_m, N=c.block_n, GROUPS=c.column_groups, STAGES=c.stages, REGISTERS=REGISTERS[c.column_groups],
         KIND=w.kind, SCALE=w.scaling, GROUP=w.group, ASYM=w.zeros is not None,
-        NORM=normed, PAIR=pair is not None, ACT=ACTIVATIONS[pair or "silu"], BIAS=bias is not None,
-        RESIDUAL=residual is not None, GAIN=gained is not None, PDL=pdl, X_LAYOUT=x_layout, W_LAYOUT=w_layout,
-        BETWEEN=between, ENDED=ended, STORED=stored,
-        HELD=held_layout(c.block_n, w.kind, pair is not None),
-        num_warps=4, **({"launch_pdl": True} if pdl else {}),
+        X_LAYOUT=x_layout, W_LAYOUT=w_layout, BETWEEN=between, ENDED=ended, STORED=stored,
+        HELD=held_layout(c.block_n, w.kind, fused.pair is not None), num_warps=4, **fused.flags(x),
     )  # fmt: skip
 
 
