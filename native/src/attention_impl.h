@@ -9,6 +9,11 @@
 
 namespace headrace::HR_ISA {
 
+// Vectors of tokens or of dimensions that few pairs take at a time: several where registers hold all sums, or where one pair's products
+// would wait for each other.
+template <int R>
+constexpr int kAtOnce = kSums >= 16 || R == 1 ? 4 : 1;
+
 template <KvType T>
 inline F load_kv(const uint8_t* p, int64_t element) {
   if constexpr (T == KvType::f16) return load_f16(p + element * 2);
@@ -273,7 +278,7 @@ static void attend(const KvPool& kv, const AttentionItem& it, int first_pair, fl
       keep(t, s);
     }
   } else {
-    constexpr int B = R <= 4 ? 4 : 1, H = R > kSums ? R / 2 : R;
+    constexpr int B = R <= 4 ? kAtOnce<R> : 1, H = R > kSums ? R / 2 : R;
     int64_t t = start;
     for (; t + 16 * (B - 1) < stop; t += 16 * B) {
       const uint8_t* keys[B];
@@ -363,8 +368,8 @@ static void attend(const KvPool& kv, const AttentionItem& it, int first_pair, fl
     if (kv.value_dim % (16 * vectors) == 0) return mix(integral_constant<int, sums / vectors>{}, integral_constant<int, vectors>{});
   }
   constexpr int few = std::min(R, 4);
-  if (kv.value_dim % 64 == 0)
-    mix(integral_constant<int, few>{}, integral_constant<int, 4>{});
+  if (kv.value_dim % (16 * kAtOnce<few>) == 0)
+    mix(integral_constant<int, few>{}, integral_constant<int, kAtOnce<few>>{});
   else
     mix(integral_constant<int, few>{}, integral_constant<int, 1>{});
 }

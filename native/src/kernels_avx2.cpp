@@ -1,6 +1,7 @@
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define HR_ISA avx2
 #include "isa_avx2.h"
+#include "bringer.h"
 #include "kernels_impl.h"
 
 namespace headrace::avx2 {

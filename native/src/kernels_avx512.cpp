@@ -1,6 +1,7 @@
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define HR_ISA avx512
 #include "isa_avx512.h"
+#include "bringer.h"
 #include "kernels_impl.h"
 
 namespace headrace::avx512 {
@@ -43,26 +44,6 @@ inline void load_lines(const uint8_t* q, __m512i* w) {
 // Two tiles at once are two streams, which memory serves worse than one. So they ask for the next two from the first byte to the last,
 // as one stream to the second-level cache: looking ahead in each took a step of 4 rows 1.3 times as long.
 constexpr int kAhead = 3072;
-
-// Brings what `QRows::ahead` names to the second-level cache, some lines with each group of weights.
-class Bringer {
- public:
-  Bringer(const Ahead& a, int64_t groups)
-      : piece_(a.pieces), piece_bytes_(a.piece_bytes), at_(a.from), left_(a.lines), each_((a.lines + groups - 1) / groups) {}
-  void step() {
-    const int64_t count = std::min(each_, left_);
-    left_ -= count;
-    for (int64_t i = 0; i < count; i++) {
-      _mm_prefetch((const char*)*piece_ + at_, _MM_HINT_T1);
-      at_ += 64;
-      if (at_ >= piece_bytes_) at_ = 0, piece_++;
-    }
-  }
-
- private:
-  const uint8_t* const* piece_;
-  int64_t piece_bytes_, at_, left_, each_;
-};
 
 // R rows by T neighbouring tiles. Two tiles share each load of a row's activations: a core loads once or twice a cycle at this width, and
 // with one tile that is what few rows wait for.

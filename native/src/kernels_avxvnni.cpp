@@ -1,6 +1,7 @@
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && (defined(__AVXVNNI__) || defined(HEADRACE_VNNI_EVEX))
 #define HR_ISA avxvnni
 #include "isa_avx2.h"
+#include "bringer.h"
 #include "kernels_impl.h"
 
 #ifdef HEADRACE_VNNI_EVEX  // a test build: the same instruction as AVX-512 encodes it, for machines that have only that
