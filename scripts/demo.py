@@ -247,7 +247,7 @@ def main() -> int:
         console.print("[red]A prediction differs from what was allocated.[/red]")
         return 1
     console.print(
-        "\nGo on:\n"
+        "\nNext steps:\n"
         "  make serve                      the same server on http://127.0.0.1:8000/v1, for any OpenAI client\n"
         f"  .venv/bin/headrace chat {MODEL}\n"
         f"  .venv/bin/headrace generate {MODEL} --prompt 'Once upon a time' --max-tokens 40 --timings\n"
