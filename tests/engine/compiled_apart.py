@@ -89,6 +89,13 @@ def children(of: int) -> list[int]:
     return found
 
 
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def launches():
     x, out = torch.zeros(64), torch.zeros(256, dtype=torch.int32)
     made = [lambda n=n: tiny.doubled[(1,)](x, 50, 0.5, BLOCK=n) for n in (64, 128, 256)]
@@ -249,6 +256,25 @@ def not_found() -> dict:
     return facts(made)
 
 
+def orphaned() -> dict:
+    """Copies end with the process that they were made from, whatever ended it."""
+    far, near = os.pipe()
+    if (pid := os.fork()) == 0:
+        made = Compilers(2)
+        with made.serving():
+            run(launches()[:1])
+        os.write(near, json.dumps([made.pid, *children(made.pid)]).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    copies = json.loads(os.read(far, 1 << 16))
+    os.close(near)
+    os.close(far)
+    deadline = time.monotonic() + 10.0
+    while (left := [c for c in copies if running(c)]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return {"copies": len(copies) - 1, "left": left}
+
+
 def sockets() -> dict:
     """Whoever waits for this process's end of a socket to close waits for no copy."""
     near, far = socket.socketpair()
@@ -306,7 +332,7 @@ if __name__ == "__main__":
     told = {}
     for scenario in (
         threads, processes, cached, killed, stopped, too_long, first_copy_gone, first_copy_stopped, no_fork, few_cores,
-        interpreted, refused, not_found, sockets, keys,
+        interpreted, refused, not_found, orphaned, sockets, keys,
     ):  # fmt: skip
         from_here_on(scenario.__name__)
         begin = time.monotonic()

@@ -128,6 +128,11 @@ def test_a_kernel_that_copies_do_not_have_is_compiled_by_a_thread(scenario):
     assert not scenario["warnings"]
 
 
+@named("orphaned")
+def test_copies_end_with_a_process_that_is_killed(scenario):
+    assert (scenario["copies"], scenario["left"]) == (2, [])
+
+
 @named("sockets")
 def test_copies_hold_no_socket_open(scenario):
     assert scenario["closed"]
