@@ -298,7 +298,7 @@ def drift(model: str, threads: int | None, count: int) -> list[dict[str, object]
     rows = np.arange(3, len(ids), 4)
     expected: npt.NDArray[np.float32] | None = None
     found: list[dict[str, object]] = []
-    coded = (("int8", kv) for kv in ("fp16", "int8", "fp8", "int4"))
+    coded = (("int8", kv) for kv in ("bf16", "fp16", "int8", "fp8", "int4"))
     for activations, kv in (("fp32", "fp32"), ("fp32", "fp16"), *coded):
         bench = Bench(model, len(ids), threads, kv, (("activations", activations),))
         got = bench.log_probabilities(ids, rows)
