@@ -128,7 +128,7 @@ def test_the_last_memory_of_the_machine_is_left_alone(caplog):
         assert 0 < resident(memory) <= 64 * MIB
         for _ in range(3):
             assert not pool.piece()
-    assert len([r for r in caplog.records if "readied ahead" in r.message]) == 1
+    assert len([r for r in caplog.records if "allocated ahead" in r.message]) == 1
     left[0] = 2 * GIB  # somebody ended
     run(pool)
     assert resident(memory) > 192 * MIB

@@ -43,7 +43,7 @@ async def test_a_client_that_never_reads_its_stream_is_cut_and_its_request_ends(
     assert server.engine.live == {}
     assert not server.server.server_state.connections
     assert [r.message for r in caplog.records] == [
-        "a client took nothing of its answer for 0.3 s: its connection is cut"
+        "a client read nothing of its answer for 0.3 s: its connection is closed"
     ]
     server.engine.hold_after = None
     assert (await server.complete([1001], max_tokens=50, n=2))["usage"]["completion_tokens"] > 0  # both places are free

@@ -56,7 +56,7 @@ def load(files: ModelFiles, config: EngineConfig) -> TorchModel:
     available = available_bytes()
     notes = []
     if not keep_large_buffers():
-        notes.append("malloc is not glibc's: large buffers may be mapped anew in every step")
+        notes.append("malloc is not glibc's: large buffers may be mapped again in every step")
     threads = config.threads or physical_cores()
     # Only the step thread runs operators on several threads: libgomp counts the workers of every thread's pool, and with
     # more of them than cores a worker sleeps between two operators instead of spinning, tens of microseconds each time.

@@ -145,12 +145,12 @@ def predict(d: Deployment, c: Calibration, tier: Tier, grade: Grade, slowest: Fi
     ]
     if runs:
         notes.append(
-            f"{len(runs)} runs of this model, engine build and card were measured; what the formulas miss on them moves the "
+            f"{len(runs)} runs of this model, engine build and card were measured; the formulas' errors on them move the "
             f"time to first token by {math.expm1(near['ttft']):+.0%}, time per token by {math.expm1(near['tpot']):+.0%}"
         )
     if held:
         notes.append(
-            "measured runs would have it faster than the card's datasheet allows: that is where figures are held"
+            "measured runs suggest more speed than the card's datasheet allows; figures stop at the datasheet's"
         )
     price = d.gpu.price(d.inputs.gpu_price_usd_h)
     if (warning := d.gpu.price_warning()) is not None and d.inputs.gpu_price_usd_h is None:

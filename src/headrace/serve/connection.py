@@ -67,7 +67,7 @@ class _Connection(HttpToolsProtocol):
         if not waits or self._untaken_bytes() < before_bytes:
             self._watch()
             return
-        log.warning("a client took nothing of its answer for %g s: its connection is cut", self.limit_s)
+        log.warning("a client read nothing of its answer for %g s: its connection is closed", self.limit_s)
         self.transport.abort()
 
     def _is_idle(self) -> bool:

@@ -124,7 +124,7 @@ class Front:
         told = ascii(field[:MOST_OF_A_NAME])
         if told not in self.passed_over and len(self.passed_over) < MOST_PASSED_OVER:
             self.passed_over.add(told)
-            log.warning("unknown fields are ignored: %s is one of them (said once)", told)
+            log.warning("unknown fields are ignored: %s is one of them (logged once)", told)
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with; `ApiError` 404 for a model that is not served here."""

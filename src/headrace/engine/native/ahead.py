@@ -31,8 +31,8 @@ def possible() -> bool:
 
 def pool_note() -> str:
     if not possible():
-        return "the KV pool gets its memory as it is used, never ahead of that: it takes Linux 5.14 or later"
-    return f"the KV pool gets its memory as it is used, and while idle up to {HEADROOM_BYTES >> 20} MiB beyond twice what was"
+        return "memory of the KV pool is allocated as it is used and not ahead of use: that takes Linux 5.14 or later"
+    return f"memory of the KV pool is allocated as it is used and, while idle, ahead of use: twice what was used plus {HEADROOM_BYTES >> 20} MiB"
 
 
 class Ahead:
@@ -74,7 +74,9 @@ class Ahead:
             return False
         end = min(begin + PIECE_BYTES - (self._address + begin) % PIECE_BYTES, len(self._pool))
         if error := headrace_native.populate(self._pool, begin, end - begin):
-            log.warning("the KV pool gets its memory when it is used from now on: the system refused (errno %d)", error)
+            log.warning(
+                "memory of the KV pool is no longer allocated ahead of use: the system refused (errno %d)", error
+            )
             self._possible = False
             return False
         self._ready = end
@@ -86,7 +88,7 @@ class Ahead:
         left = self._available()
         if left < self._reserve_bytes + _LOOKS_BYTES:
             if not self._short:
-                log.info("no more of the KV pool is readied ahead of use: %s of memory are left", format_bytes(left))
+                log.info("no more of the KV pool is allocated ahead of use: %s of memory are left", format_bytes(left))
             self._short = True
             return False
         self._short = False
