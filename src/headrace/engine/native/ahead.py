@@ -32,7 +32,8 @@ def possible() -> bool:
 def pool_note() -> str:
     if not possible():
         return "memory of the KV pool is allocated as it is used and not ahead of use: that takes Linux 5.14 or later"
-    return f"memory of the KV pool is allocated as it is used and, while idle, ahead of use: twice what was used plus {HEADROOM_BYTES >> 20} MiB"
+    ahead = f"up to twice what was used plus {HEADROOM_BYTES >> 20} MiB"
+    return f"memory of the KV pool is allocated as it is used and, while idle, ahead of use: {ahead}"
 
 
 class Ahead:
