@@ -29,7 +29,7 @@ class EngineConfig:
     device: Annotated[str, "cpu, cuda, cuda:1, …"] = "auto"
     weights: Annotated[
         str,
-        "precision of the weights in memory: int8, int4_g128, nf4, fp8, …; auto: as the backend holds what is stored",
+        "precision of the weights in memory: int8, int4_g128, nf4, fp8, …; auto: what the backend makes of the stored ones",
     ] = "auto"
     kv: Annotated[str, "precision of the KV cache: fp16, fp8, int8, int4, …; auto: the backend's own, unquantized"] = (
         "auto"
