@@ -243,6 +243,9 @@ async def test_hits_beyond_the_declared_sharing_are_noted(tmp_path: Path) -> Non
     assert not any("earlier run" in note for note in first["notes"] + salted["notes"])
     assert any("earlier run" in note for note in again["notes"])
     assert again["prefix_hit"]["share"] > 0.5 > first["prefix_hit"]["share"]
+    cold, warm = (compare_folders(tmp_path / "1", tmp_path / b, margin=None)["warnings"] for b in "32")
+    assert not any("prefix cache" in warning for warning in cold)
+    assert any(f"0 in A and {again['tokens']['cached_undeclared']:,.0f} in B" in warning for warning in warm)
 
 
 async def test_the_shared_prefix_is_found_by_a_prefix_cache(tmp_path: Path) -> None:

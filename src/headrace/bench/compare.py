@@ -12,7 +12,8 @@ import numpy as np
 from headrace.base.errors import InvalidInput
 from headrace.bench import stats
 from headrace.bench.neighbours import NOTICEABLE_CORES
-from headrace.bench.records import META_FILE, SUMMARY_FILE, read_records
+from headrace.bench.records import META_FILE, read_json, read_records
+from headrace.bench.stored import read_summary
 
 SERIES_FILE = "series.json"
 COMPARISON_FILE = "comparison.json"
@@ -59,21 +60,15 @@ class Series(msgspec.Struct, kw_only=True):
     facts: dict[str, Any] = {}
 
 
-def read_summary(folder: Path) -> dict[str, Any]:
-    """The summary of a run's folder."""
-    try:
-        found: dict[str, Any] = msgspec.json.decode((folder / SUMMARY_FILE).read_bytes())
-    except FileNotFoundError:
-        raise InvalidInput(f"{folder} holds no finished run", field="DIR") from None
-    except msgspec.DecodeError as error:
-        raise InvalidInput(f"{folder / SUMMARY_FILE} is damaged: {error}", field="DIR") from None
-    return found
+def read_series(folder: Path) -> Series:
+    """What a folder with several runs says of them."""
+    return read_json(folder / SERIES_FILE, Series)
 
 
 def read_runs(folder: Path) -> list[Path]:
     """The run folders of a folder: itself, or the runs of its repeats."""
     if (folder / SERIES_FILE).exists():
-        series = msgspec.json.decode((folder / SERIES_FILE).read_bytes(), type=Series)
+        series = read_series(folder)
         if series.kind != "repeats":
             raise InvalidInput(f"{folder} is a {series.kind}, not a run or its repeats", field="DIR")
         return [folder / run["folder"] for run in series.runs]
@@ -84,6 +79,10 @@ def check_metric(name: str) -> None:
     """Raise InvalidInput unless `name` is a figure that runs are compared by."""
     if name not in {figure.name for figure in FIGURES}:
         raise InvalidInput(f"unknown figure {name!r}", field="--metric", remedy=", ".join(f.name for f in FIGURES))
+
+
+class _Meta(msgspec.Struct):
+    settings: dict[str, Any]
 
 
 def compare_folders(
@@ -189,6 +188,12 @@ def _warnings(summaries: tuple[list[dict[str, Any]], ...], interleaved: bool) ->
             f"other programs used up to {max(foreign):.2f} cores in {busy} of {len(foreign)} runs: engines suffer from that "
             "unequally, which interleaving does not undo"
         )
+    cached = [[(s.get("tokens") or {}).get("cached_undeclared") or 0 for s in side] for side in summaries]
+    if any(map(any, cached)):
+        found.append(
+            f"prompt tokens came from a prefix cache that earlier runs had filled, {sum(cached[0]):,.0f} in A and "
+            f"{sum(cached[1]):,.0f} in B: they were not computed (flush the cache before each run, or give each another --salt)"
+        )
     hosts = {str(sorted(summary.get("host", {}).items())) for side in summaries for summary in side}
     if len(hosts) > 1:
         found.append("the runs are from different hosts")
@@ -217,5 +222,5 @@ def _same_work(a: list[Path], b: list[Path]) -> list[str]:
 def _load(folder: Path) -> dict[str, Any]:
     if not (folder / META_FILE).exists():
         return {}
-    settings = msgspec.json.decode((folder / META_FILE).read_bytes())["settings"]
+    settings = read_json(folder / META_FILE, _Meta).settings
     return {key: settings.get(key) for key in ("workload", "workload_options", "arrivals", "seed", "scale")}

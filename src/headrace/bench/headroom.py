@@ -16,7 +16,7 @@ import numpy as np
 from headrace.bench.arrivals import ArrivalOptions
 from headrace.bench.endpoint import Endpoint
 from headrace.bench.golden import GoldenScript, golden_process
-from headrace.bench.records import RequestRecord
+from headrace.bench.records import RequestRecord, read_json
 from headrace.bench.settings import RunSettings
 
 _TEST_S = 1.5
@@ -106,7 +106,7 @@ async def _once(once: RunOnce, test: RunSettings, folder: Path) -> tuple[float, 
     from headrace.bench.worker import RunMeta
 
     records = await once(test, folder)
-    meta = msgspec.json.decode((folder / META_FILE).read_bytes(), type=RunMeta)
+    meta = read_json(folder / META_FILE, RunMeta)
     return meta.origin_s, records
 
 

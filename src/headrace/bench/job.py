@@ -11,7 +11,8 @@ import msgspec
 from headrace.base.errors import InvalidInput
 from headrace.base.files import write_atomic
 from headrace.bench.load_options import LoadOptions
-from headrace.bench.records import META_FILE, SUMMARY_FILE
+from headrace.bench.records import META_FILE, SUMMARY_FILE, read_json
+from headrace.bench.stored import read_summary
 
 JOB_FILE = "job.json"
 SECRET_HEADERS = ("authorization", "x-api-key")
@@ -68,10 +69,7 @@ def read_job(out: Path) -> Job | None:
     path = out / JOB_FILE
     if not path.exists():
         return None
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Job)
-    except msgspec.DecodeError as error:
-        raise InvalidInput(f"{path} is damaged: {error}", field="DIR") from None
+    return read_json(path, Job)
 
 
 def finished_summary(folder: Path) -> dict[str, Any] | None:
@@ -81,9 +79,8 @@ def finished_summary(folder: Path) -> dict[str, Any] | None:
     a server; what it had recorded is kept beside it, under `NAME.interrupted-K`.
     """
     meta = folder / META_FILE
-    if meta.exists() and msgspec.json.decode(meta.read_bytes()).get("finished") and (folder / SUMMARY_FILE).exists():
-        found: dict[str, Any] = msgspec.json.decode((folder / SUMMARY_FILE).read_bytes())
-        return found
+    if meta.exists() and read_json(meta, dict[str, Any]).get("finished") and (folder / SUMMARY_FILE).exists():
+        return read_summary(folder)
     if folder.exists():
         number = 1
         while (aside := folder.with_name(f"{folder.name}.interrupted-{number}")).exists():

@@ -19,7 +19,6 @@ from headrace.base.errors import InvalidInput
 from headrace.base.files import write_atomic
 from headrace.bench import quality_probe, stats
 from headrace.bench.arrivals import ArrivalOptions
-from headrace.bench.compare import read_summary
 from headrace.bench.endpoint import Endpoint
 from headrace.bench.job import finished_summary
 from headrace.bench.neighbours import NOTICEABLE_CORES
@@ -28,6 +27,7 @@ from headrace.bench.run import InvalidRun, Watch, run
 from headrace.bench.rungs import Step, all_rungs, baseline_settings, steps
 from headrace.bench.series import aimed
 from headrace.bench.settings import RunSettings
+from headrace.bench.stored import read_summary
 from headrace.bench.targets import TargetSpec
 from headrace.bench.targets._process import RunningTarget, TargetFailed, open_target
 

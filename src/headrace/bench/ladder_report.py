@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from headrace.bench import page
 from headrace.bench.charts import Chart, bar_chart, line_chart
+from headrace.bench.records import read_json
 
 
 def ladder_content(folder: Path) -> tuple[str, str, str, list[Chart]]:
     """Title, subtitle, body and charts of a ladder's report."""
-    ladder = msgspec.json.decode((folder / "ladder.json").read_bytes())
+    ladder = read_json(folder / "ladder.json", dict[str, Any])
     measured = [s for s in ladder["steps"] if s["status"] == "measured"]
     charts = _charts(ladder, measured)
     body = "".join(page.banner("plain", note) for note in ladder["notes"])

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -21,6 +21,8 @@ SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
 
 _S = TypeVar("_S", bound=msgspec.Struct)
+_T = TypeVar("_T")
+_Tokens = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class Outcome(StrEnum):
@@ -66,7 +68,7 @@ class RequestRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     first_byte_s: float = 0.0
     end_s: float = 0.0
     event_s: list[float] = []
-    event_tokens: list[float] = []
+    event_tokens: list[_Tokens] = []
     token_source: TokenSource = TokenSource.ASSUMED
     prompt_tokens_declared: int = 0
     shared_tokens_declared: int = 0
@@ -139,6 +141,12 @@ def _drop_partial_line(path: Path) -> None:
 def read_records(path: Path) -> list[RequestRecord]:
     """All whole records of a file, the latest one of each index, in index order."""
     latest = {record.index: record for record in read_lines(path, RequestRecord)}
+    for record in latest.values():
+        if len(record.event_s) != len(record.event_tokens):
+            raise InvalidInput(
+                f"request {record.index} has {len(record.event_s)} events and tokens of {len(record.event_tokens)}",
+                field=str(path),
+            )
     return [latest[index] for index in sorted(latest)]
 
 
@@ -156,8 +164,16 @@ def read_lines(path: Path, kind: type[_S]) -> Iterator[_S]:
                 return
             try:
                 yield decoder.decode(line)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise InvalidInput(f"line {number} is not a {kind.__name__}: {error}", field=str(path)) from error
+
+
+def read_json(path: Path, kind: type[_T]) -> _T:
+    """A file that a run wrote whole, as `kind`. `InvalidInput` names the file and what is wrong in it."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"{path} is damaged: {error}", field="DIR") from None
 
 
 def write_records(path: Path, records: Iterable[RequestRecord]) -> None:

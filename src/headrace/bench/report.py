@@ -8,15 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from headrace.base.errors import InvalidInput
 from headrace.bench import page
 from headrace.bench.charts import Chart, comparison_charts, load_charts, pair_chart, run_charts
-from headrace.bench.compare import COMPARISON_FILE, FIGURES, SERIES_FILE, Series, read_summary
+from headrace.bench.compare import COMPARISON_FILE, FIGURES, SERIES_FILE, Series, read_series
 from headrace.bench.metrics import all_metrics
-from headrace.bench.records import REPORT_FILE, SAMPLES_FILE, SUMMARY_FILE, read_records, read_samples
+from headrace.bench.records import REPORT_FILE, SAMPLES_FILE, SUMMARY_FILE, read_json, read_records, read_samples
 from headrace.bench.slo import Slo
+from headrace.bench.stored import read_summary
 
 Content = tuple[str, str, str, list[Chart]]
 
@@ -37,7 +36,7 @@ def content(folder: Path) -> Content:
     if (folder / COMPARISON_FILE).exists():
         return _comparison(folder)
     if (folder / SERIES_FILE).exists():
-        series = msgspec.json.decode((folder / SERIES_FILE).read_bytes(), type=Series)
+        series = read_series(folder)
         return _repeats(folder, series) if series.kind == "repeats" else _sweep(folder, series)
     if (folder / SUMMARY_FILE).exists():
         return _run(folder)
@@ -114,7 +113,7 @@ def _sweep(folder: Path, series: Series) -> Content:
 
 
 def _comparison(folder: Path) -> Content:
-    found = msgspec.json.decode((folder / COMPARISON_FILE).read_bytes())
+    found = read_json(folder / COMPARISON_FILE, dict[str, Any])
     charts = comparison_charts(found)
     primary = next(f for f in FIGURES if f.name == found["primary"])
     runs = [
@@ -284,7 +283,7 @@ def _settings(summary: dict[str, Any]) -> str:
 
 def _cell(summary: dict[str, Any], key: str, statistic: str) -> str:
     found = summary.get(key)
-    if not found:
+    if not found or statistic not in found:
         return "–"
     return _short(found[statistic] * (1e3 if key.endswith("_s") and statistic != "value" else 1.0))
 

@@ -31,6 +31,7 @@ from headrace.bench.records import (
     Outcome,
     RecordLog,
     RequestRecord,
+    read_json,
     read_records,
     read_samples,
     write_records,
@@ -111,7 +112,7 @@ async def resume(
     watch = watch or Watch()
     if not (out / META_FILE).exists():
         raise InvalidInput(f"{out} holds no run", field="DIR")
-    meta = msgspec.json.decode((out / META_FILE).read_bytes(), type=RunMeta)
+    meta = read_json(out / META_FILE, RunMeta)
     meta.settings = _with_key(meta.settings, api_key) if aim is None else _re_aimed(meta.settings, aim)
     if meta.finished:
         raise InvalidInput(f"the run in {out} has finished", field="DIR")
@@ -149,7 +150,7 @@ async def _send(out: Path, meta: RunMeta, watch: Watch, done: frozenset[int], al
 
 def sum_up(out: Path, report: ShareReport, *, engine: str = "") -> dict[str, Any]:
     """Compute and write the summary of a finished run's folder."""
-    meta = msgspec.json.decode((out / META_FILE).read_bytes(), type=RunMeta)
+    meta = read_json(out / META_FILE, RunMeta)
     summary = summarize(meta, report, read_records(out / RECORDS), read_samples(out / SAMPLES_FILE), engine)
     write_atomic(out / SUMMARY_FILE, msgspec.json.format(msgspec.json.encode(summary), indent=1))
     return summary

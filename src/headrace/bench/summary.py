@@ -100,6 +100,7 @@ def _tokens(view: RunView) -> dict[str, Any]:
         "prompts_counted_by_server": len(counted),
         "output": sum(r.tokens_out for r in ok),
         "sources": dict(Counter(r.token_source.value for r in ok)),
+        "cached_undeclared": _excess_hits(view),
     }
 
 
