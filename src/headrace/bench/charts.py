@@ -197,7 +197,7 @@ def _server(samples: Sequence[ServerSample]) -> list[Chart]:
             )
             .properties(width=WIDTH, height=HEIGHT)
         )
-        charts.append(_chart("queue", "Requests running and waiting, as the server says", chart))
+        charts.append(_chart("queue", "Requests running and waiting, as the server reports", chart))
     usage = [{"s": s.at_s, "percent": 100 * s.kv_usage} for s in kept if s.kv_usage is not None]
     if len(usage) > 2 and any(row["percent"] for row in usage):
         chart = (
@@ -209,7 +209,7 @@ def _server(samples: Sequence[ServerSample]) -> list[Chart]:
             )
             .properties(width=WIDTH, height=HEIGHT)
         )
-        charts.append(_chart("kv", "KV cache in use, as the server says", chart))
+        charts.append(_chart("kv", "KV cache in use, as the server reports", chart))
     return charts
 
 

@@ -290,7 +290,8 @@ def _limit(
         return "context", f"the model was trained for {d.model.spec.max_context} tokens"
     if users >= d.max_num_seqs * d.layout.dp:
         return "none", f"the engine's limit of {d.max_num_seqs} sequences comes before memory"
-    return "kv_pool", f"{users} requests of {context} tokens fill the KV pool"
+    requests = "1 request" if users == 1 else f"{users:,} requests"
+    return "kv_pool", f"the KV pool holds {requests} of {context:,} tokens"
 
 
 def _max_context(pool: Pool, ceiling: int) -> int:
