@@ -1,4 +1,4 @@
-"""`job.json`: the command that a folder's runs belong to, so that it can go on after a crash."""
+"""`job.json`: the command that a folder's runs belong to, so that it can be continued after a crash."""
 
 from __future__ import annotations
 

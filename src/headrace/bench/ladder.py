@@ -71,7 +71,7 @@ class LadderSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_client_delay_s: float = 0.01
 
     def check(self) -> None:
-        """Raise `InvalidInput` naming the option that cannot be."""
+        """Raise `InvalidInput` naming the option that is wrong."""
         for name in ("users", "contexts", "weights"):
             if not getattr(self, name):
                 raise InvalidInput("needs at least one value", field=f"--{name}")

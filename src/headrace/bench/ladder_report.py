@@ -31,7 +31,7 @@ def ladder_content(folder: Path) -> tuple[str, str, str, list[Chart]]:
     subtitle = (
         f"{host.get('processor', '')} · {host.get('cores', '')} cores · {settings['requests']} requests per cell, "
         f"{settings['output']} output tokens, prompts that share all but {settings['own']} tokens · "
-        f"{settings['repeats']} repeats, steps in turning order, cache emptied before each cell where there is one"
+        f"{settings['repeats']} repeats, steps in rotating order, cache emptied before each cell where there is one"
     )
     return f"Optimization ladder: {ladder['model']}", subtitle, body, charts
 

@@ -47,19 +47,19 @@ _HIDDEN = "***"
 
 
 class InvalidRun(Exception):
-    """The run cannot be done or says nothing; the message tells why (exit code 3)."""
+    """The run cannot be done or shows nothing; the message gives the reason (exit code 3)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What wants to know how a run goes on: `note` gets a line of text, `record` each ended request."""
+    """Follows the progress of a run: `note` gets a line of text, `record` each ended request."""
 
     note: Callable[[str], None] = lambda _text: None
     record: Callable[[RequestRecord], None] = lambda _record: None
 
 
 def check(settings: RunSettings) -> Arrivals:
-    """The settings' arrivals; `InvalidInput` naming the option that cannot be, before anything is started."""
+    """The settings' arrivals; `InvalidInput` naming the option that is wrong, before anything is started."""
     settings.check()
     kind = find_workload(settings.workload)
     workload_options(kind, settings.workload_options)
@@ -71,7 +71,7 @@ async def run(
 ) -> dict[str, Any]:
     """Run into the new folder `out` and return the summary that is also written there.
 
-    Raises `InvalidInput` for settings that cannot be, `InvalidRun` when the endpoint does not answer or the client
+    Raises `InvalidInput` for wrong settings, `InvalidRun` when the endpoint does not answer or the client
     itself would be measured. A summary whose `valid` is false has its reasons in `invalid_because`.
     """
     watch = watch or Watch()
@@ -103,7 +103,7 @@ async def run(
 async def resume(
     out: Path, watch: Watch | None = None, *, api_key: str | None = None, aim: RunSettings | None = None
 ) -> dict[str, Any]:
-    """Go on with a run that was interrupted: what is recorded stays, the rest is sent, the clock goes on where it stopped.
+    """Continue a run that was interrupted: what is recorded stays, the rest is sent, the clock continues where it stopped.
 
     A session that was under way starts again from its first request, since its history is gone. One process goes on,
     however many there were. Keys are not stored with a run: `api_key` gives the bearer token anew, or `aim` everything
