@@ -25,7 +25,7 @@ test: setup
 test-gpu: setup
 	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
 	  $(BIN)/pytest tests/engine/test_kernels_rows.py tests/engine/test_kernels_attention.py tests/engine/test_kernels_random_shapes.py \
-	    tests/engine/test_cuda_sampling.py tests/engine/test_cuda_rows.py tests/engine/test_kernels_hopper.py \
+	    tests/engine/test_cuda_sampling.py tests/engine/test_cuda_rows.py tests/engine/test_cuda_broken_rows.py tests/engine/test_kernels_hopper.py \
 	    tests/engine/test_kernels_decode_hopper.py tests/engine/test_cuda_library.py \
 	    tests/engine/test_kernels_gemm_hopper.py tests/engine/test_kernels_quantized_hopper.py tests/engine/test_kernels_codes.py tests/engine/test_kernels_groups.py \
 	    tests/engine/test_cuda_kv_formats.py tests/engine/test_kernels_quantized.py tests/engine/test_cuda_quantized.py \
