@@ -1,6 +1,7 @@
 """`headrace plan` as a command: JSON contract, exit codes, and no torch."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -262,3 +263,29 @@ def test_rank_takes_stages_and_replicas(capsys):
     assert code == 0
     found = json.loads(out)
     assert {(c["pp"], c["dp"]) for c in found["candidates"] + found["rejected"]} == {(2, 2)}
+
+
+def test_rank_lists_each_deployment_once_with_interval_and_grade_and_says_what_it_leaves_out(capsys):
+    ask = (
+        "rank",
+        "deepseek-v3",
+        "--engine",
+        "sglang",
+        "--users",
+        "16",
+        "--gpu",
+        "h200-sxm-141",
+        "--gpu",
+        "b200-sxm-180",
+    )
+    _, shown, _ = run(capsys, *ask, "--gpus", "8", "--gpus", "4")
+    lines = shown.splitlines()
+    ranked = [line.split(". ", 1)[1] for line in lines if line[:2].strip().isdigit() and "/token" in line]
+    assert ranked
+    assert len(set(ranked)) == len(ranked)
+    assert all(re.search(r"\$[0-9.]+/M \([0-9.]+ to [0-9.]+\)  .*/token, (fitted|guess)$", line) for line in ranked)
+    _, found, _ = run(capsys, *ask, "--gpus", "8", "--gpus", "4", "--json")
+    every = json.loads(found)
+    for kind in ("candidates", "rejected"):
+        assert (f"and {len(every[kind]) - 15} more (--json lists all)" in shown) == (len(every[kind]) > 15)
+    assert max(map(len, (every["candidates"], every["rejected"]))) > 15

@@ -23,6 +23,10 @@ PRICE = Annotated[float | None, typer.Option(help="dollars per GPU-hour instead 
 JSON = Annotated[bool, typer.Option("--json", help="print JSON on stdout")]
 
 
+_LISTED = 15
+"""Lines of a ranking, and of what it rejected."""
+
+
 def register(app: typer.Typer) -> None:
     """Add the verb `plan` and its subcommands."""
     plan = typer.Typer(no_args_is_help=True, help="Predict memory, latency, users and dollars; no GPU needed.")
@@ -240,20 +244,27 @@ def rank(
     if as_json:
         _print(_plain(found))
         return
-    for n, c in enumerate(found.candidates[:15], 1):
-        usd = (
-            "no price" if c.usd_per_million_output_tokens is None else f"${c.usd_per_million_output_tokens.value:.2f}/M"
-        )
+    for n, c in enumerate(found.candidates[:_LISTED], 1):
+        bill = c.usd_per_million_output_tokens
+        usd = "no price" if bill is None else f"${bill.value:.2f}/M"
+        spread = "" if bill is None else f" ({bill.low:.2f} to {bill.high:.2f})"
         size = "" if c.fleet is None else f", fleet {c.fleet.instances} x {c.gpus}"
         print(
-            f"{n:>2}. {c.gpus} x {c.gpu:<16} {layout_name(c):<14} {c.weights:<12} KV {c.kv:<5} batch {c.concurrency:<4} {usd:>10}  "
-            f"TTFT {c.ttft_ms.value:.0f} ms, {c.tpot_ms.value:.1f} ms/token{size}"
+            f"{n:>2}. {c.gpus} x {c.gpu:<16} {layout_name(c):<14} {c.weights:<12} KV {c.kv:<5} batch {c.concurrency:<4} {usd:>10}{spread}  "
+            f"TTFT {c.ttft_ms.value:.0f} ms, {c.tpot_ms.value:.1f} ms/token, {c.tpot_ms.grade}{size}"
         )
     if not found.candidates:
         print("nothing meets these service levels")
+    _left_out(len(found.candidates))
     print(f"{len(found.rejected)} rejected:")
-    for r in found.rejected[:15]:
+    for r in found.rejected[:_LISTED]:
         print(f"    {r.gpus} x {r.gpu} {layout_name(r)} {r.weights} KV {r.kv}: {r.reason} -> {r.change}")
+    _left_out(len(found.rejected))
+
+
+def _left_out(count: int) -> None:
+    if count > _LISTED:
+        print(f"    and {count - _LISTED} more (--json lists all)")
 
 
 @target_options

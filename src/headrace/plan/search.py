@@ -125,9 +125,15 @@ def rank(need: Need, calibration: CalibrationSet | None = None) -> Ranking:
     candidates: list[Candidate] = []
     rejected: list[Rejected] = []
     notes: list[str] = []
+    seen: set[tuple[object, ...]] = set()
     for asked in _space(need):
         try:
-            outcome = _judge(need, asked, chosen)
+            d = _resolved(need, asked)
+            same = (d.gpu.id, d.inputs.n_gpus, d.layout, d.weights, d.kv)
+            if same in seen:  # what auto stands for was asked for by name too
+                continue
+            seen.add(same)
+            outcome = _judge(need, asked, d, chosen)
         except HeadraceError as error:
             outcome = _reject(asked, error.message, error.remedy or "choose another layout")
         if isinstance(outcome, Candidate):
@@ -248,8 +254,7 @@ def _resolved(need: Need, asked: Inputs) -> Deployment:
     return resolve(msgspec.structs.replace(asked, max_num_seqs=ceil_div(need.min_users, d.layout.dp)))
 
 
-def _judge(need: Need, asked: Inputs, calibration: CalibrationSet) -> Candidate | Rejected:
-    d = _resolved(need, asked)
+def _judge(need: Need, asked: Inputs, d: Deployment, calibration: CalibrationSet) -> Candidate | Rejected:
     memory = fit_deployment(d, need.isl + need.osl)
     if not memory.fits:
         return _reject(asked, memory.reason, _change(need, d, memory, None, calibration))

@@ -244,8 +244,13 @@ def find(name: str) -> Gpu:
     gpu = index.get(_fold(bare))
     if gpu is None:
         near = difflib.get_close_matches(_fold(bare), index, n=3, cutoff=0.5)
-        hint = ", ".join(dict.fromkeys(index[n].id for n in near)) or ", ".join(known)
-        raise InvalidInput(f"unknown GPU {name!r}", field="gpu", remedy=f"did you mean: {hint}")
+        hint = ", ".join(dict.fromkeys(index[n].id for n in near))
+        remedy = (
+            f"did you mean: {hint}"
+            if near
+            else ("`headrace plan gpus` lists those that are known, `headrace calibrate` adds this machine")
+        )
+        raise InvalidInput(f"unknown GPU {name!r}", field="gpu", remedy=remedy)
     if not stated:
         return gpu
     stated_bytes = min(stated, key=lambda count: abs(count - gpu.memory_bytes))
