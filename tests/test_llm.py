@@ -156,6 +156,7 @@ def test_max_tokens_is_clamped_to_the_context(smollm: LLM) -> None:
         ("", {}, "prompt"),
         ("x", {"stop_token_ids": [10_000_000], "min_tokens": 1}, "stop_token_ids"),
         ("x", {"logit_bias": {49152: 1.0}}, "logit_bias"),
+        ("x", {"grammar": 'root ::= "a"'}, "Lark grammar"),
     ],
 )
 def test_a_wrong_request_is_refused_by_name_and_harms_nobody(

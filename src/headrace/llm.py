@@ -189,6 +189,10 @@ class LLM:
             for token_id in getattr(params, name) or ():
                 if not 0 <= token_id < vocabulary:
                     raise InvalidInput(f"token id {token_id} is not in 0 … {vocabulary - 1}", field=name)
+        if params.grammar is not None:
+            from headrace.text.grammar import lark_grammar
+
+            lark_grammar(params.grammar, "grammar")
         tag, now_s = os.urandom(6).hex(), time.monotonic()
         runs = []
         for p, prompt in enumerate(batch):

@@ -40,7 +40,7 @@ class SamplingParams:
     prompt_logprobs: Annotated[int | None, "the same for the tokens of the prompt"] = None
     skip_special: Annotated[bool, "leave special tokens out of the text"] = True
     priority: Annotated[int, "lower runs earlier"] = 0
-    grammar: Annotated[str | None, "made by headrace.text.grammar: what the text must follow"] = None
+    grammar: Annotated[str | None, 'Lark grammar that the text must follow, as start: "yes" | "no"'] = None
 
     def __post_init__(self) -> None:
         for name, low, high in _INTEGERS:

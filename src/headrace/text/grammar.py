@@ -62,7 +62,7 @@ def choice_grammar(choices: Sequence[str], field: str) -> str:
 
 def lark_grammar(source: str, field: str) -> str:
     """Compile a grammar in llguidance's variant of Lark, whose rule `start` describes the whole output."""
-    return _validated(llguidance.LLMatcher.grammar_from_lark(source), field, "grammar")
+    return _validated(llguidance.LLMatcher.grammar_from_lark(source), field, "Lark grammar")
 
 
 def laid_out(schema: Mapping[str, Any] | bool, field: str) -> dict[str, Any]:

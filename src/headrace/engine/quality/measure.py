@@ -213,22 +213,25 @@ def expand(config: EngineConfig, files: ModelFiles, weights: Sequence[str], kv: 
 
     A name that it does not offer is an InvalidInput here already, before the reference is computed.
     """
-    offered = choose_backend(config, files)[0].formats()
-    chosen_weights = _named("weights", weights, offered.weights, ALIASES)
-    chosen_kv = _named("kv", kv, offered.kv, KV_ALIASES)
+    backend = choose_backend(config, files)[0]
+    offered = backend.formats()
+    chosen_weights = _named(backend.name, "weights", weights, offered.weights, ALIASES)
+    chosen_kv = _named(backend.name, "kv", kv, offered.kv, KV_ALIASES)
     return [(w, k) for w in chosen_weights for k in chosen_kv]
 
 
-def _named(field: str, asked: Sequence[str], offered: Sequence[str], aliases: Mapping[str, str]) -> Sequence[str]:
+def _named(
+    backend: str, field: str, asked: Sequence[str], offered: Sequence[str], aliases: Mapping[str, str]
+) -> Sequence[str]:
     if "all" in asked:
         return offered
     for name in asked:
         key = name.strip().lower().replace("-", "_")
         if aliases.get(key, key) not in ("auto", *offered):
             raise InvalidInput(
-                f"the backend cannot use {field} {name!r}",
+                f"the {backend} backend cannot use {field} {name!r}",
                 field=field,
-                remedy="choose one of: all, auto, " + ", ".join(offered),
+                remedy="another --backend may, else choose one of: all, auto, " + ", ".join(offered),
             )
     return asked
 
