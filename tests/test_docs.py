@@ -1,4 +1,4 @@
-"""Documentation that names code is checked against the code."""
+"""Documentation that names code, files and options is checked against what exists."""
 
 import importlib
 import re
@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 DOTTED = re.compile(r"`(headrace(?:\.\w+)+)`")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+NAMED_FILE = re.compile(r"`((?:benchmarks|docs|native|scripts|src|tests)/[\w./-]*[\w])/?`")
 COMMAND = re.compile(r"\bheadrace ((?:[a-z]+)(?: [a-z]+)?)((?:\\\n|[^\n`|#])*)")
 OPTION = re.compile(r"(?<!\S)--[a-z][a-z-]*")
 
@@ -42,6 +43,11 @@ def test_links_to_files_exist(page: Path) -> None:
     for target in LINK.findall(page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_named_files_exist(page: Path) -> None:
+    assert [name for name in NAMED_FILE.findall(page.read_text()) if not (ROOT / name).exists()] == []
 
 
 @cache
