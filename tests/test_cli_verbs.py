@@ -9,12 +9,13 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import headrace
 from headrace.cli._declared import ENGINE, of_fields
-from headrace.cli.main import main, verbs
+from headrace.cli.main import build, main, verbs
 from headrace.control.params import SamplingParams
 from headrace.control.policies import EVICTION, ORDER
 from headrace.engine.launch import _CPU, _GPU, BACKENDS
@@ -39,7 +40,26 @@ def test_every_file_is_a_verb_and_help_lists_them_all() -> None:
     assert {"generate", "serve", "chat"} <= set(verbs())
     text = run("--help").stdout
     for verb in verbs():
-        assert re.search(rf"│ {verb} +[A-Z]", text), f"{verb} has no line of help"
+        assert re.search(rf"^  {verb} +[A-Z]", text, re.MULTILINE), f"{verb} has no line of help"
+
+
+@pytest.mark.parametrize("verb", ["serve", "generate", "quality", "bench run", "plan rank"])
+def test_every_name_is_whole_in_a_narrow_terminal(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from typer.main import get_command
+
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*verb.split(), "--help"])
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    command: Any = get_command(build(verb.split()[0]))
+    for name in verb.split():
+        command = command.commands[name]
+    names = [name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)]
+    assert len(names) > 10
+    assert [name for name in names if not re.search(rf"(^|\s){name}\b", text)] == []
 
 
 def test_help_imports_no_verb_and_a_verb_no_other() -> None:

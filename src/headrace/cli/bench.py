@@ -15,6 +15,7 @@ from headrace.base.errors import HeadraceError, InvalidInput
 from headrace.bench.job import Job
 from headrace.bench.load_options import LoadOptions
 from headrace.cli._bench_options import load_options
+from headrace.cli._help import Verbs
 from headrace.cli._options import engine_options
 from headrace.spec.config import EngineConfig
 from headrace.spec.prediction import Prediction
@@ -38,7 +39,7 @@ WithReport = Annotated[bool, typer.Option("--report/--no-report", help="Write re
 
 def register(app: typer.Typer) -> None:
     """Add the verb to the application."""
-    bench = typer.Typer(help="Load tests with intervals against any OpenAI-compatible endpoint.", no_args_is_help=True)
+    bench = Verbs(help="Load tests with intervals against any OpenAI-compatible endpoint.")
     for command in (run, resume, ab, compare, ladder, offline, report_, import_, golden, workloads, targets):
         name = command.__name__.strip("_").replace("_", "-")
         bench.command(name)(_with_options(command))

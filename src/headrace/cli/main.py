@@ -31,13 +31,9 @@ def build(verb: str | None) -> typer.Typer:
     """The application with the one verb asked for, or (for help and for mistyped names) with a list of all of them."""
     import typer
 
-    app = typer.Typer(
-        name="headrace",
-        help="LLM inference with evidence: plan, serve and measure.",
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-    )
+    from headrace.cli._help import Verbs
+
+    app = Verbs(name="headrace", help="LLM inference with evidence: plan, serve and measure.")
 
     def say_version(wanted: bool) -> None:
         if wanted:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headrace.cli._help import Verbs
 from headrace.cli._plan_options import Target, target_options
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ _LISTED = 15
 
 def register(app: typer.Typer) -> None:
     """Add the verb `plan` and its subcommands."""
-    plan = typer.Typer(no_args_is_help=True, help="Predict memory, latency, users and dollars; no GPU needed.")
+    plan = Verbs(help="Predict memory, latency, users and dollars; no GPU needed.")
     app.add_typer(plan, name="plan")
     plan.command("fit")(fit)
     plan.command("perf")(perf)
