@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import kernel_device  # noqa: F401
 import pytest
 
+from headrace.engine import cuda
 from headrace.engine.cuda.timeline import kind_of, summed
 
 
@@ -39,3 +43,12 @@ def test_kernels_are_summed_by_kind_per_step():
 )
 def test_own_kernels_have_a_kind(name, kind):
     assert kind_of(name) == kind
+
+
+def test_every_kernel_that_is_launched_has_a_kind():
+    root = Path(cuda.__file__).parents[1]
+    text = "\n".join(p.read_text() for folder in ("kernels", "cuda") for p in (root / folder).glob("*.py"))
+    launched = set(re.findall(r"^ +(?:\w+\.)?(\w+)\[\(.*\)\]\($", text, re.MULTILINE))
+    assert {"_skinny", "_decode_hopper", "_quantized", "kernel"} <= launched
+    assert not {name for name in launched if kind_of(name) == "other"}
+    assert kind_of("void at::native::elementwise_kernel") == "other"

@@ -11,10 +11,25 @@ import torch
 
 KINDS = (
     ("attention", ("_decode", "_prefill", "_prefix", "_merge_parts")),
-    ("rope and cache", ("_rope_cache",)),
+    ("rope and cache", ("_rope_cache", "_code_groups", "stage_keys")),
     ("norm", ("_add_norm",)),
-    ("activation", ("_activate",)),
-    ("gemm", ("_skinny", "gemm", "nvjet", "cutlass", "splitK", "cublas", "gemv", "Kernel2")),
+    ("activation", ("_activate", "_round_rows")),
+    (
+        "gemm",
+        (
+            "_skinny",
+            "_quantized",
+            "_dequantize",
+            "_rescale",
+            "gemm",
+            "nvjet",
+            "cutlass",
+            "splitK",
+            "cublas",
+            "gemv",
+            "Kernel2",
+        ),
+    ),
     ("sampling", ("_greedy", "_draw")),
     ("embedding", ("_embed",)),
     ("copies", ("Memcpy", "Memset", "_scatter", "_copy", "_gather")),
@@ -33,6 +48,8 @@ class KindTime:
 
 def kind_of(name: str) -> str:
     """The kind that a kernel's name belongs to."""
+    if name == "kernel":  # of the modules whose one kernel has no other name, all of them products
+        return "gemm"
     return next((kind for kind, parts in KINDS if any(p in name for p in parts)), "other")
 
 
