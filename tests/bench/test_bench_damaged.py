@@ -14,7 +14,8 @@ from test_bench_report import make_run
 
 from headrace.base.errors import InvalidInput
 from headrace.bench.compare import compare_folders
-from headrace.bench.job import finished_summary
+from headrace.bench.job import Job, finished_summary, read_job, write_job
+from headrace.bench.load_options import LoadOptions
 from headrace.bench.report import content
 
 JUNK = (None, True, -1, 1e308, "x", [], {}, [None], {"a": 1}, 2**70)
@@ -94,3 +95,15 @@ def test_what_goes_on_reads_as_carefully(runs: Path, tmp_path: Path, name: str) 
     (tmp_path / "a" / name).write_text("{")
     with pytest.raises(InvalidInput, match=name):
         finished_summary(tmp_path / "a")
+
+
+def test_a_command_that_was_edited_is_refused(tmp_path: Path) -> None:
+    load = LoadOptions()
+    write_job(tmp_path, Job.of("run", load))
+    job = json.loads((tmp_path / "job.json").read_text())
+    job["load"]["processes"] = "many"
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    read = read_job(tmp_path)
+    assert read is not None
+    with pytest.raises(InvalidInput, match=r"job.json.*processes"):
+        read.load_options()

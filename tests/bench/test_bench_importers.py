@@ -4,6 +4,7 @@ against the golden server (the last with and without --save-detailed, and with e
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from headrace.bench.compare import compare_folders
 from headrace.bench.importers import IMPORTERS, import_results
 from headrace.bench.records import Outcome, read_records
 from headrace.bench.report import content
+from headrace.cli.main import main
 
 DATA = Path(__file__).parent / "data"
 
@@ -142,6 +144,25 @@ def test_bad_files(tmp_path: Path, text: str, says: str) -> None:
     path.write_text(text)
     with pytest.raises(InvalidInput, match=says):
         import_results(path, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "name", ["guidellm.json", "aiperf.jsonl", "vllm-detailed.json", "vllm-plain.json", "vllm-errors.json"]
+)
+def test_the_command_shows_what_a_file_has(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "import", str(DATA / name), "--out", str(tmp_path / "out")])
+    assert ended.value.code == 0
+    assert re.search(r"TTFT +[0-9.]+ ", capsys.readouterr().out)
+
+
+def test_a_count_that_is_none_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    document = json.loads((DATA / "guidellm.json").read_text())
+    document["benchmarks"][0]["requests"]["successful"][0]["cached_tokens"] = {}
+    (tmp_path / "x.json").write_text(json.dumps(document))
+    with pytest.raises(InvalidInput, match=r"x\.json looks like a result of guidellm but cannot be read"):
+        import_results(tmp_path / "x.json", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_every_importer_says_what_it_reads() -> None:

@@ -51,7 +51,10 @@ class Job(msgspec.Struct, kw_only=True):
                     field=field,
                     remedy="give it again",
                 )
-        load = msgspec.convert(self.load, LoadOptions)
+        try:
+            load = msgspec.convert(self.load, LoadOptions)
+        except msgspec.ValidationError as error:
+            raise InvalidInput(f"{JOB_FILE} is damaged: {error} of load", field="DIR") from None
         return replace(load, api_key=api_key, header=(*load.header, *header))
 
 

@@ -116,11 +116,12 @@ def _print_run(console: Console, summary: dict[str, Any]) -> None:
         if figures := summary.get(key):
             spread = figures.get("mean_interval")
             shown = f"{spread[0] * 1e3:.2f} – {spread[1] * 1e3:.2f}" if spread else ""
-            table.add_row(name, *(f"{figures[s] * 1e3:.2f}" for s in ("mean", "p50", "p90", "p99")), shown)
+            table.add_row(name, *(_in_ms(figures, s, 2) for s in ("mean", "p50", "p90", "p99")), shown)
     console.print(table)
     for name, key in _RATES:
         if rate := summary.get(key):
-            console.print(f"{name}: {rate['value']:.4g} ({rate['low']:.4g} – {rate['high']:.4g})", highlight=False)
+            interval = f" ({rate['low']:.4g} – {rate['high']:.4g})" if rate["low"] < rate["high"] else ""
+            console.print(f"{name}: {rate['value']:.4g}{interval}", highlight=False)
     if slo := summary.get("slo"):
         console.print(f"SLO {slo['objective']}: {'kept' if slo['kept'] else 'missed: ' + '; '.join(slo['misses'])}")
     for row in summary.get("plan", {}).get("figures", []):
@@ -152,8 +153,12 @@ def _print_points(console: Console, summary: dict[str, Any]) -> None:
 
 
 def _ms(summary: dict[str, Any], key: str, name: str) -> str:
-    figures = summary.get(key)
-    return f"{figures[name] * 1e3:.1f}" if figures else "-"
+    return _in_ms(summary.get(key) or {}, name, 1)
+
+
+def _in_ms(figures: dict[str, float], name: str, decimals: int) -> str:
+    """A time in seconds, told in ms; results that were taken over need not have every statistic."""
+    return f"{figures[name] * 1e3:.{decimals}f}" if name in figures else "-"
 
 
 def print_comparison(found: dict[str, Any]) -> None:

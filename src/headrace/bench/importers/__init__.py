@@ -53,7 +53,8 @@ def import_results(source: Path, out: Path) -> dict[str, Any]:
             continue
         try:
             found: Imported = importer.read(source, document)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            msgspec.convert(msgspec.to_builtins(found.records), list[RequestRecord])  # what it says may be of any type
+        except (msgspec.ValidationError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise InvalidInput(
                 f"{source} looks like a result of {name} but cannot be read: {error!r}", field="FILE"
             ) from error
