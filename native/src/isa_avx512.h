@@ -103,4 +103,14 @@ inline int32_t sum_s8(const int8_t* p) {  // of 16
   return _mm_cvtsi128_si32(s) + _mm_extract_epi16(s, 4) - 16 * 128;
 }
 
+// What `kernels_avx512.cpp` adds of a row where it takes products in pairs: of codes x of a group, the sum of
+// 8 (x[i] + x[16 + i]) - x[i] (x[16 + i] + 128) over i < 12.
+inline int32_t paired(const int8_t* x) {
+  const __m128i first = _mm_maskz_loadu_epi8(0x0fff, x), second = _mm_maskz_loadu_epi8(0x0fff, x + 16), eight = _mm_set1_epi8(8);
+  const __m128i products = _mm_dpbusd_epi32(_mm_setzero_si128(), _mm_xor_si128(second, _mm_set1_epi8((char)0x80)), first);
+  __m128i p = _mm_sub_epi32(_mm_dpbusd_epi32(_mm_dpbusd_epi32(_mm_setzero_si128(), eight, first), eight, second), products);
+  p = _mm_add_epi32(p, _mm_unpackhi_epi64(p, p));
+  return _mm_cvtsi128_si32(_mm_add_epi32(p, _mm_shuffle_epi32(p, 1)));
+}
+
 }  // namespace headrace::HR_ISA

@@ -142,4 +142,6 @@ inline bool has_nan(F a) {
 inline int32_t sum_s8(const int8_t* p) { return vaddlvq_s8(vld1q_s8(p)); }
 #undef HR_QUARTERS
 
+inline int32_t paired(const int8_t*) { return 0; }  // see isa_avx512.h
+
 }  // namespace headrace::HR_ISA

@@ -76,4 +76,6 @@ inline bool has_nan(F a) { bool found = false; HR_LANES found |= a.v[i] != a.v[i
 inline int32_t sum_s8(const int8_t* p) { int32_t s = 0; HR_LANES s += p[i]; return s; }
 #undef HR_LANES
 
+inline int32_t paired(const int8_t*) { return 0; }  // see isa_avx512.h
+
 }  // namespace headrace

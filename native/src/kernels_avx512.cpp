@@ -39,6 +39,24 @@ inline void load_lines(const uint8_t* q, __m512i* w) {
   }
 }
 
+// 4-bit products in pairs (S. Winograd, 1968). With x and w of the first 16 inputs and x' and w' of the second, weights less 8,
+//   x w + x' w' = (x + w') (x' + w + 128) - x (x' + 128) - w' (w + 128),
+// so half as many products do, for two additions of bytes each, which other pipes than the multiplying ones take; what is subtracted
+// belongs to a row (`paired`) or to a tile alone. All of it is exact: codes of activations end at kMostCode, so both factors are bytes.
+// Three lines of each half are taken so, which leaves all pipes the same work. Fewer rows than these do not make up for what a tile then needs.
+constexpr int kPairedRows = 8, kPairedLines = 3;
+
+// Lines of w + 128 and of w', those left over as they are, and what is subtracted of the tile.
+inline void load_pairs_of_lines(const uint8_t* q, __m512i* w, __m512i& own) {
+  load_lines<Codes::u4>(q, w);
+  own = _mm512_setzero_si512();
+  for (int j = 0; j < kPairedLines; j++) {
+    w[j] = _mm512_add_epi8(w[j], _mm512_set1_epi8(120));
+    w[j + 4] = _mm512_sub_epi8(w[j + 4], _mm512_set1_epi8(8));
+    own = _mm512_dpbusd_epi32(own, w[j], w[j + 4]);
+  }
+}
+
 // Bytes of look-ahead of one tile. Weights come from memory once a step, and the hardware's own look-ahead stops at every page; with
 // several rows there is arithmetic to hide it behind. A single row is bound by memory anyway and only loses issue slots.
 // Two tiles at once are two streams, which memory serves worse than one. So they ask for the next two from the first byte to the last,
@@ -51,6 +69,7 @@ template <Codes C, Scales S, int R, int T>
 static void rows_of(const Matrix& m, const uint8_t* tile, const QRows& x, int64_t row0, Bringer& ahead, float* out, int64_t ldo) {
   // Added to the codes by the format or by load_lines.
   constexpr int shift = C == Codes::s8 ? 7 : std::max(zero_shift(C, S), 0);
+  constexpr bool in_pairs = C == Codes::u4 && R >= kPairedRows;
   constexpr bool zeroed = C == Codes::s8 || zero_shift(C, S) >= 0;
   const auto shifted = [](int32_t sum) { return _mm512_slli_epi32(_mm512_set1_epi32(sum), shift); };
   __m512 acc[R][T];
@@ -62,6 +81,7 @@ static void rows_of(const Matrix& m, const uint8_t* tile, const QRows& x, int64_
     if constexpr (R > 1) ahead.step();
     __m512i w[T][8];
     __m512 d[T], d1[T], mn[T];
+    __m512i own_products[T];
     for (int t = 0; t < T; t++) {
       const uint8_t *own = tile + t * m.tile_bytes, *s = m.group(own, g);
       if constexpr (R > 1) {
@@ -69,7 +89,10 @@ static void rows_of(const Matrix& m, const uint8_t* tile, const QRows& x, int64_
         const uint8_t* next = T == 1 ? s + kAhead : tile + 2 * m.tile_bytes + (2 * g + t) * size;
         for (int i = 0; i < size; i += 64) _mm_prefetch((const char*)next + i, T == 1 ? _MM_HINT_T0 : _MM_HINT_T1);
       }
-      load_lines<C>(s + group_scale_bytes(S), w[t]);
+      if constexpr (in_pairs)
+        load_pairs_of_lines(s + group_scale_bytes(S), w[t], own_products[t]);
+      else
+        load_lines<C>(s + group_scale_bytes(S), w[t]);
       d1[t] = mn[t] = _mm512_setzero_ps();
       if constexpr (S == Scales::plain) d[t] = load_f16(s).v;
       if constexpr (S == Scales::min) {
@@ -97,13 +120,27 @@ static void rows_of(const Matrix& m, const uint8_t* tile, const QRows& x, int64_
         return _mm512_set1_epi32(x4);
       };
       __m512i a[T], b[T];
-      for (int t = 0; t < T; t++) a[t] = b[t] = _mm512_setzero_si512();
+      if constexpr (in_pairs) {
+        for (int t = 0; t < T; t++) a[t] = _mm512_sub_epi32(_mm512_set1_epi32(xg.paired), own_products[t]);
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) {
+          const __m512i first = line(j), second = line(j + 4);
+          for (int t = 0; t < T; t++) {
+            if (j < kPairedLines)
+              a[t] = _mm512_dpbusd_epi32(a[t], _mm512_add_epi8(second, w[t][j]), _mm512_add_epi8(first, w[t][j + 4]));
+            else
+              a[t] = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(a[t], w[t][j], first), w[t][j + 4], second);
+          }
+        }
+      } else {
+        for (int t = 0; t < T; t++) a[t] = b[t] = _mm512_setzero_si512();
 #pragma GCC unroll 8
-      for (int j = 0; j < 8; j++) {
-        const __m512i x4 = line(j);
-        for (int t = 0; t < T; t++) {
-          __m512i& sum = S == Scales::k16 && j >= 4 ? b[t] : a[t];
-          sum = _mm512_dpbusd_epi32(sum, w[t][j], x4);
+        for (int j = 0; j < 8; j++) {
+          const __m512i x4 = line(j);
+          for (int t = 0; t < T; t++) {
+            __m512i& sum = S == Scales::k16 && j >= 4 ? b[t] : a[t];
+            sum = _mm512_dpbusd_epi32(sum, w[t][j], x4);
+          }
         }
       }
       for (int t = 0; t < T; t++) {
@@ -134,6 +171,8 @@ static void rows_of(const Matrix& m, const uint8_t* tile, const QRows& x, int64_
 template <Codes C, Scales S, int T>
 static void all_rows(const Matrix& m, const uint8_t* tile, const QRows& x, int64_t row0, int64_t rows, Bringer& ahead, float* out, int64_t ldo) {
   int64_t r = 0;
+  if constexpr (C == Codes::u4)  // a tile takes more to prepare
+    for (; r + 32 <= rows; r += 32) rows_of<C, S, 32, T>(m, tile, x, row0 + r, ahead, out + r * ldo, ldo);
   for (; r + 16 <= rows; r += 16) rows_of<C, S, 16, T>(m, tile, x, row0 + r, ahead, out + r * ldo, ldo);
   if (r + 8 <= rows) {
     rows_of<C, S, 8, T>(m, tile, x, row0 + r, ahead, out + r * ldo, ldo);
@@ -154,7 +193,8 @@ static void all_rows(const Matrix& m, const uint8_t* tile, const QRows& x, int64
 // A single row is bound by memory, which is read fastest along one stream.
 template <Codes C, Scales S>
 static void tiles_of(const Matrix& m, int64_t first, int64_t tiles, const QRows& x, int64_t row0, int64_t rows, float* out, int64_t ldo) {
-  Bringer ahead(x.ahead, std::max<int64_t>(rows / 16, 1) * m.groups * (rows == 1 ? tiles : (tiles + 1) / 2));
+  const int64_t passes = C == Codes::u4 ? (rows + 16) / 32 : rows / 16;  // over the tiles, by 16 rows and more
+  Bringer ahead(x.ahead, std::max<int64_t>(passes, 1) * m.groups * (rows == 1 ? tiles : (tiles + 1) / 2));
   int64_t t = 0;
   if (rows > 1)
     for (; t + 2 <= tiles; t += 2) all_rows<C, S, 2>(m, m.tile(first + t), x, row0, rows, ahead, out + t * kTile, ldo);

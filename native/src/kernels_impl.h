@@ -24,8 +24,8 @@ static void quantize_groups(const float* x, int64_t stride, int64_t count, QGrou
       broken |= has_nan(fma(a, zero(), mul(b, zero())));  // 0 * infinity is NaN too
     }
     const F top = load(scale);
-    store(scale, div(top, set1(127.0f)));
-    store(inverse, div(set1(127.0f), top));
+    store(scale, div(top, set1((float)kMostCode)));
+    store(inverse, div(set1((float)kMostCode), top));
     for (int i = 0; i < n; i++)
       if (!(scale[i] > 0)) inverse[i] = 0;
     if (broken)
@@ -48,6 +48,7 @@ static void quantize_groups(const float* x, int64_t stride, int64_t count, QGrou
       o.weighted = o.scale * (float)(s0 + s1);
       o.sum = s0 + s1;
       o.half_sum = s0;
+      o.paired = paired(o.codes);
     }
   }
 }

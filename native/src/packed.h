@@ -231,7 +231,10 @@ struct QGroup {
   int8_t codes[kGroup];
   float scale, weighted;
   int32_t sum, half_sum;
+  int32_t paired;  // what products in pairs add of a row, in a kernel set that takes them (AVX-512)
 };
+// Codes reach from -kMostCode to kMostCode, so that the sum of one and of a 4-bit weight's distance from 8 fits in a byte.
+constexpr int kMostCode = 120;
 
 // A hint: memory that a later loop reads, for products of several rows to bring near, since these wait for multipliers and not
 // for memory. `lines` lines of 64 bytes out of pieces of `piece_bytes` each, from byte `from` of the first piece on.

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -105,7 +106,7 @@ void products(const Kernels& k, const Kernels& reference) {
   for (const Format& f : kFormats)
     for (const int64_t width : {32, 256, 576, 300}) {
       if (f.scales >= Scales::kmin && width % 256 != 0) continue;
-      const int64_t rows = between(1, 21);
+      const int64_t rows = between(1, 50);
       const int64_t tiles = between(1, 5);  // at once, two at a time or not
       const Made a = random_matrix(f, tiles * kTile, width);
       const auto x = normals(rows * width);
@@ -116,7 +117,9 @@ void products(const Kernels& k, const Kernels& reference) {
         k.quantize(x.data() + r * width, width, qr.row(r));
         reference.quantize(x.data() + r * width, width, expected_q.data() + r * groups);
       }
-      if (std::memcmp(q.data(), expected_q.data(), q.size() * sizeof(QGroup)) != 0) fail("quantize", k.name, 0, 0);
+      // `paired` is there only for sets that use it; products show whether it is right.
+      for (int64_t i = 0; i < rows * groups; i++)
+        if (std::memcmp(&q[i], &expected_q[i], offsetof(QGroup, paired)) != 0) fail("quantize", k.name, 0, 0);
       const bool broken_too = between(0, 1) == 1;  // what is not finite spoils its own group alone
       auto other = x;
       if (broken_too) other[between(0, rows - 1) * width] = std::numeric_limits<float>::infinity();

@@ -40,9 +40,9 @@ def quantized(x: np.ndarray) -> np.ndarray:
     padded[:, :k] = x
     groups = padded.reshape(rows, -1, 32)
     top = np.abs(groups).max(-1, keepdims=True)
-    inverse = np.divide(np.float32(127), top, out=np.zeros_like(top), where=top > 0)
+    inverse = np.divide(np.float32(120), top, out=np.zeros_like(top), where=top > 0)
     codes = np.rint(groups * inverse)
-    return (codes * (top / np.float32(127))).reshape(rows, -1)[:, :k].astype(np.float64)
+    return (codes * (top / np.float32(120))).reshape(rows, -1)[:, :k].astype(np.float64)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
