@@ -122,6 +122,9 @@ def test_version() -> None:
         (["chat", "smollm2-135m", "--chat-template", "/no/such/file"], "chat_template"),
         (["generate", "smollm2-135m", "--chat", "--prompt", "x", "--chat-template", "/no/such/file"], "chat_template"),
         (["generate", "smollm2-135m", "--prompt", "x", "--chat-template", "/no/such/file"], "--chat"),
+        (["generate", "smollm2-135m", "--prompt", "x", "--logprobs", "1"], "only with --json"),
+        (["chat", "smollm2-135m", "--n", "2"], "one answer"),
+        (["chat", "smollm2-135m", "--prompt-logprobs", "0"], "prompt_logprobs"),
     ],
 )
 def test_wrong_input_is_one_line_and_code_2(

@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from headrace.base.errors import HeadraceError
+from headrace.base.errors import HeadraceError, InvalidInput
 from headrace.base.process import import_numpy
 from headrace.cli._declared import ENGINE, SAMPLING, ChatTemplateFile, Command, GenerationConfig, Option
 from headrace.control.params import SamplingParams
@@ -35,6 +35,12 @@ def chat(
 
     Sampling that neither you nor the model sets is temperature 0.6 with min-p 0.1: at the API's 1.0 small models ramble.
     """
+    if params.n != 1:
+        raise InvalidInput(f"a turn of a conversation has one answer, not {params.n}", field="n")
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(params, name) is not None:
+            raise InvalidInput("a conversation shows none", field=name, remedy="`headrace generate --chat --json` does")
+
     from rich.console import Console
 
     import_numpy()

@@ -36,6 +36,9 @@ def generate(
         raise InvalidInput("is empty", field="prompt")
     if chat_template is not None and not chat:
         raise InvalidInput("has no meaning without --chat", field="chat_template")
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(params, name) is not None and not json:
+            raise InvalidInput("are shown only with --json", field=name)
     with collector_paused():
         import_numpy()
         from headrace.llm import LLM

@@ -130,10 +130,11 @@ async def _serve(
 
         def listening() -> None:
             log.info(
-                "serving %s (%s, weights %s, %s of KV pool) on http://%s:%d/v1",
+                "serving %s (%s, weights %s, context %s, %s of KV pool) on http://%s:%d/v1",
                 settings.served_names[0],
                 info.backend,
                 info.weights_precision,
+                f"{info.max_model_len:,}",
                 f"{info.pool_tokens:,} tokens",
                 host,
                 port,

@@ -40,7 +40,11 @@ def require_json(scope: Scope) -> None:
         raise ApiError(415, text, code="unsupported_media_type", headers={"Accept-Encoding": "identity"})
     kind = headers.get(b"content-type", b"application/json").split(b";")[0].strip().lower()
     if kind != b"application/json" and not kind.endswith(b"+json"):
-        raise ApiError(415, "Send the body as application/json.", code="unsupported_media_type")
+        raise ApiError(
+            415,
+            "Send the body as application/json: with the header Content-Type: application/json.",
+            code="unsupported_media_type",
+        )
 
 
 def require_post(scope: Scope) -> None:
