@@ -66,6 +66,7 @@ def new_pool(**options):
 def test_a_held_up_worker_is_fetched_and_goes_away_again(neighbours):
     theirs, ours = sorted(os.sched_getaffinity(0))[:2]
     data = np.random.default_rng(0).integers(0, 256, 1 << 22, dtype=np.uint8)
+    short = data[: (1 << 18) + 1]
     neighbours(theirs)
 
     def body():
@@ -76,6 +77,10 @@ def test_a_held_up_worker_is_fetched_and_goes_away_again(neighbours):
         until = time.monotonic() + DEADLINE_S
         while pool.pulled < 5 or pool.left < 5 or pool.pushed < 5:
             assert headrace_native.checksum(data, pool) == expected
+            for _ in range(
+                20
+            ):  # one piece for each: the caller is soon through, and a worker without its core misses loops
+                headrace_native.checksum(short, pool)
             assert time.monotonic() < until, f"{pool.pulled} workers fetched, {pool.left} gone away, {pool.pushed} sent"
         while (
             os.sched_getaffinity(worker) != allowed
