@@ -19,7 +19,7 @@ from headrace.base.errors import InvalidInput
 from headrace.bench import series
 from headrace.bench.arrivals import ArrivalOptions
 from headrace.bench.compare import compare_folders, compare_runs
-from headrace.bench.endpoint import Endpoint
+from headrace.bench.endpoint import Endpoint, parse_url
 from headrace.bench.golden import GoldenScript, GoldenServer
 from headrace.bench.records import RecordLog, RequestRecord, read_records, read_samples
 from headrace.bench.run import InvalidRun, Watch, resume, run
@@ -156,6 +156,11 @@ async def test_too_many_failures_make_a_run_invalid(tmp_path: Path) -> None:
         summary = await once(load(url, requests=40, max_failures=0.05), tmp_path / "r")
     assert not summary["valid"]
     assert "failed" in summary["invalid_because"][0]
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/", "/v1/chat/completions", "/v1/completions/"])
+def test_an_address_is_taken_with_the_path_that_people_copy(path: str) -> None:
+    assert parse_url("http://host:1/engines/x" + path) == "http://host:1/engines/x"
 
 
 async def test_an_endpoint_that_is_not_there(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -55,7 +56,7 @@ class Endpoint:
 
 
 def parse_url(url: str) -> str:
-    """The base of an endpoint URL without a trailing `/v1` or slash; anything but http(s)://host is refused."""
+    """The base of an endpoint URL without a trailing slash, `/v1` or path of a completion; anything but http(s)://host is refused."""
     parts = urlsplit(url)
     try:
         reachable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -63,8 +64,7 @@ def parse_url(url: str) -> str:
         reachable = False
     if not reachable:
         raise InvalidInput(f"expected http://HOST:PORT, got {url!r}", field="--url")
-    base = url.rstrip("/")
-    return base[: -len("/v1")] if base.endswith("/v1") else base
+    return re.sub(r"/v1(/chat)?(/completions)?$", "", url.rstrip("/"))
 
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
