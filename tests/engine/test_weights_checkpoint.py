@@ -151,6 +151,8 @@ def test_a_truncated_file_is_an_error(folder, keep):
         {"dtype": "F32", "shape": [4], "data_offsets": [16, 0]},
         {"dtype": "F32", "shape": [4]},
         {"dtype": "F32", "shape": [4], "data_offsets": [0, 1 << 40]},
+        {"dtype": "F32", "shape": [float("inf")], "data_offsets": [0, 16]},
+        {"dtype": "F32", "shape": [4], "data_offsets": [0, float("inf")]},
         [],
     ],
 )
@@ -159,6 +161,16 @@ def test_a_lying_header_is_an_error(tmp_path, entry):
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
     with pytest.raises(CorruptCheckpoint, match=r"bad\.weight"):
         SafetensorsSource(checkpoint_paths(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_header_or_index_nested_without_end_is_an_error(tmp_path, name):
+    deep = b"[" * 100_000
+    head = b"" if name.endswith(".json") else len(deep).to_bytes(8, "little")
+    (tmp_path / name).write_bytes(head + deep)
+    with pytest.raises(CorruptCheckpoint) as caught:
+        SafetensorsSource(checkpoint_paths(tmp_path))
+    assert caught.value.field == str(tmp_path / name)
 
 
 def test_unknown_number_format_is_refused_by_name(tmp_path):

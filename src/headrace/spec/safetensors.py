@@ -35,7 +35,7 @@ def checkpoint_paths(folder: Path) -> tuple[Path, ...]:
         try:
             table = json.loads(index.read_text())["weight_map"]
             shards = sorted(set(table.values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise CorruptCheckpoint(f"{INDEX} is not a weights index: {error}", field=str(index)) from None
         for shard in shards:
             if not isinstance(shard, str):
@@ -65,7 +65,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             raise CorruptCheckpoint(f"{path.name} is truncated or not a safetensors file", field=str(path))
         try:
             table = json.loads(file.read(length))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CorruptCheckpoint(f"{path.name} has a damaged header: {error}", field=str(path)) from None
     if not isinstance(table, dict):
         raise CorruptCheckpoint(f"{path.name} has a damaged header", field=str(path))
@@ -77,7 +77,7 @@ def _entry(path: Path, name: str, fields: Any, start: int, size: int) -> StoredT
     try:
         dtype, shape = str(fields["dtype"]), tuple(int(n) for n in fields["shape"])
         begin, end = (int(n) for n in fields["data_offsets"])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):  # JSON knows Infinity
         raise CorruptCheckpoint(f"tensor {name!r} has a damaged entry in {path.name}", field=name) from None
     if min((begin, *shape), default=0) < 0 or end < begin:
         raise CorruptCheckpoint(f"tensor {name!r} has impossible offsets or shape in {path.name}", field=name)
