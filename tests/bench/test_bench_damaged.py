@@ -77,6 +77,16 @@ def test_anything_in_any_place_is_read_or_refused(runs: Path, tmp_path: Path, na
             continue
 
 
+@pytest.mark.parametrize("junk", ["x", [1], {"a": 1}])
+def test_a_count_of_cached_tokens_is_read_as_a_number(runs: Path, tmp_path: Path, junk: object) -> None:
+    shutil.copytree(runs / "a", tmp_path / "a")
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    summary["tokens"]["cached_undeclared"] = junk
+    (tmp_path / "a" / "summary.json").write_text(json.dumps(summary))
+    with pytest.raises(InvalidInput, match="cached_undeclared"):
+        compare_folders(tmp_path / "a", runs / "b", margin=None)
+
+
 @pytest.mark.parametrize("name", ["summary.json", "run.json", "series.json", "comparison.json", "ladder.json"])
 @pytest.mark.parametrize("data", [b"", b"null", b"[]", b"5", b'{"schema":', b"\xff\xfe{}"])
 def test_a_file_that_is_none_is_named(runs: Path, tmp_path: Path, name: str, data: bytes) -> None:

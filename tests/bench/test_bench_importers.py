@@ -165,5 +165,15 @@ def test_a_count_that_is_none_is_refused_and_leaves_nothing(tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
 
 
+def test_a_request_without_times_of_its_tokens_leaves_records_that_are_read(tmp_path: Path) -> None:
+    document = json.loads((DATA / "guidellm.json").read_text())
+    requests = document["benchmarks"][0]["requests"]
+    requests["incomplete"] = [requests["successful"].pop()]
+    requests["incomplete"][0]["info"]["timings"]["last_token_iteration"] = None
+    (tmp_path / "x.json").write_text(json.dumps(document))
+    import_results(tmp_path / "x.json", tmp_path / "out")
+    assert [r.outcome for r in read_records(tmp_path / "out" / "records.jsonl")] == [Outcome.OK] * 3 + [Outcome.CUT]
+
+
 def test_every_importer_says_what_it_reads() -> None:
     assert {name for name, importer in IMPORTERS if importer.what} == {"guidellm", "aiperf", "vllm"}

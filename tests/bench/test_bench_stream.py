@@ -160,6 +160,7 @@ def test_cached_tokens_are_read_from_usage() -> None:
     [
         '{"prompt_tokens":-5,"completion_tokens":1}',
         '{"prompt_tokens":5,"completion_tokens":1000000000000000000000000000000}',
+        '{"prompt_tokens":5,"completion_tokens":4294967295}',
         '{"prompt_tokens":5,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":"many"}}',
         '{"prompt_tokens":5,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":-1}}',
     ],

@@ -12,6 +12,7 @@ import msgspec
 
 from headrace.base.errors import InvalidInput
 from headrace.bench.prompts import PromptWriter, common_words
+from headrace.bench.records import MOST_TOKENS
 
 Kind = Literal["chat", "completions"]
 
@@ -67,7 +68,7 @@ def parse_url(url: str) -> str:
     return re.sub(r"/v1(/chat)?(/completions)?$", "", url.rstrip("/"))
 
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
 
 
 class UsageDetails(msgspec.Struct):

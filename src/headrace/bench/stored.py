@@ -74,6 +74,10 @@ class _Plan(msgspec.Struct):
     figures: list[_PlanFigure]
 
 
+class _Tokens(msgspec.Struct):
+    cached_undeclared: _Number | None = None
+
+
 class _Settings(msgspec.Struct):
     target: dict[str, Any] = {}
 
@@ -97,7 +101,7 @@ class _Summary(msgspec.Struct):
     host: dict[str, str] = {}
     foreign_cores: _Number | None = None
     headroom: dict[str, Any] | None = None
-    tokens: dict[str, Any] = {}
+    tokens: _Tokens | None = None
     slo: _Slo | None = None
     plan: _Plan | None = None
 

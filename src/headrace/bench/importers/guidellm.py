@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from headrace.base.errors import InvalidInput
-from headrace.bench.importers import Imported, Importer
+from headrace.bench.importers import Imported, Importer, spread
 from headrace.bench.records import Outcome, RequestRecord, TokenSource
 
 
@@ -51,7 +51,7 @@ def _record(index: int, request: dict[str, Any], origin_s: float, outcome: Outco
         first_byte_s=times[0] if times else 0.0,
         end_s=(timings.get("request_end") or timings["request_start"]) - origin_s,
         event_s=times,
-        event_tokens=[(output or events) / events] * events if events else [],
+        event_tokens=spread(float(output or events), len(times)),
         token_source=TokenSource.ONE_PER_CHUNK if output == events else TokenSource.SPREAD,
         prompt_tokens=request.get("prompt_tokens"),
         prompt_tokens_declared=int(request.get("prompt_tokens") or 0),
