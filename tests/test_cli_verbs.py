@@ -123,7 +123,7 @@ def test_version() -> None:
         (["generate", "smollm2-135m", "--chat", "--prompt", "x", "--chat-template", "/no/such/file"], "chat_template"),
         (["generate", "smollm2-135m", "--prompt", "x", "--chat-template", "/no/such/file"], "--chat"),
         (["generate", "smollm2-135m", "--prompt", "x", "--logprobs", "1"], "only with --json"),
-        (["chat", "smollm2-135m", "--n", "2"], "one answer"),
+        (["chat", "smollm2-135m", "--n", "2"], "n must be 1, not 2"),
         (["chat", "smollm2-135m", "--prompt-logprobs", "0"], "prompt_logprobs"),
     ],
 )

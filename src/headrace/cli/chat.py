@@ -36,7 +36,7 @@ def chat(
     Sampling that neither you nor the model sets is temperature 0.6 with min-p 0.1: at the API's 1.0 small models ramble.
     """
     if params.n != 1:
-        raise InvalidInput(f"a turn of a conversation has one answer, not {params.n}", field="n")
+        raise InvalidInput(f"n must be 1, not {params.n}: a turn of a conversation has one answer", field="n")
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(params, name) is not None:
             raise InvalidInput("a conversation shows none", field=name, remedy="`headrace generate --chat --json` does")
