@@ -27,7 +27,7 @@ static void quantize_groups(const float* x, int64_t stride, int64_t count, QGrou
     store(scale, div(top, set1((float)kMostCode)));
     store(inverse, div(set1((float)kMostCode), top));
     for (int i = 0; i < n; i++)
-      if (!(scale[i] > 0)) inverse[i] = 0;
+      if (!(scale[i] > 0) || inverse[i] > std::numeric_limits<float>::max()) inverse[i] = 0;  // below 4e-37 all codes are 0
     if (broken)
       for (int i = 0; i < n; i++) {
         const F a = load(x + i * stride), b = load(x + i * stride + 16);

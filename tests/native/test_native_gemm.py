@@ -85,6 +85,20 @@ def test_a_row_is_the_same_bits_in_any_batch(kind, kernels, exact):
         )
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_activations_too_small_to_be_scaled_are_zero(kernels, kind):
+    """120 divided by such a magnitude is infinite; codes made with it would leave the range that products in pairs count on."""
+    matrix, _, _ = made(kind, 40, 512)
+    x = np.random.default_rng(7).standard_normal((9, 512)).astype(np.float32) * np.float32(1e-38)
+    x[4] *= np.float32(1e38)
+    whole = product(matrix, x, kernels)
+    assert whole[4].any()
+    assert not np.delete(whole, 4, 0).any()
+    for row in range(9):
+        np.testing.assert_array_equal(product(matrix, x[row : row + 1], kernels)[0], whole[row])
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 def test_kernel_sets_agree_to_the_bit(kind):
     """So that a model answers alike on machines of different age."""
