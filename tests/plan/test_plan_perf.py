@@ -474,7 +474,7 @@ def test_gathering_delays_first_tokens_and_conserves_time(engine, setting):
     )
     assert closed_loop(waiting.loop, waiting.peaks, e) == closed_loop(alone.loop, alone.peaks, e), "beside nothing"
     for other in {"vllm", "sglang", "tensorrt-llm"} - {engine}:
-        with pytest.raises(InvalidInput, match="^[a-z_]*: only (sglang|tensorrt-llm) can "):
+        with pytest.raises(InvalidInput, match=r"^[a-z_]*: only (sglang|tensorrt-llm) can "):
             perf(msgspec.structs.replace(asked, engine=other, **setting))
 
 
