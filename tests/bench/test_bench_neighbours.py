@@ -12,6 +12,23 @@ import pytest
 from headrace.bench import compare, neighbours
 
 BUSY = {
+    "schema": "1",
+    "created": "2026-11-30T00:00:00Z",
+    "model": "m",
+    "workload": "w",
+    "invalid_because": [],
+    "notes": [],
+    "requests": {
+        "sent": 1,
+        "ok": 1,
+        "failed": 0,
+        "by_outcome": {},
+        "unsent": 0,
+        "too_long_skipped": 0,
+        "too_long_clipped": 0,
+    },
+    "failures": [],
+    "duration_s": 1.0,
     "foreign_cores": 0.8,
     "output_tokens_per_s": {"value": 10.0, "low": 9.0, "high": 11.0},
     "valid": True,

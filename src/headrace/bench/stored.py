@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import msgspec
 
 from headrace.base.errors import InvalidInput
-from headrace.bench.metrics import all_metrics
 from headrace.bench.records import SUMMARY_FILE, read_json
 
 _Number = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
@@ -108,6 +107,8 @@ class _Summary(msgspec.Struct):
 
 def read_summary(folder: Path) -> dict[str, Any]:
     """The summary of a run's folder. `InvalidInput` where there is none, or one that does not say what summaries say."""
+    from headrace.bench.metrics import all_metrics  # loads scipy, which `headrace bench --help` does not wait for
+
     path = folder / SUMMARY_FILE
     try:
         found = read_json(path, dict[str, Any])
