@@ -157,24 +157,22 @@ def cached() -> dict:
     return facts(made)
 
 
-def killed() -> dict:
-    made = Compilers(2)
+def struck(made: Compilers, number: signal.Signals) -> dict:
+    """One kernel, then a signal to every process that compiles, then the other kernels."""
     with made.serving():
         run(launches()[:1])
         for pid in children(made.pid):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
         run(launches()[1:])
     return facts(made)
+
+
+def killed() -> dict:
+    return struck(Compilers(2), signal.SIGKILL)
 
 
 def stopped() -> dict:
-    made = Compilers(1, job_s=0.5)
-    with made.serving():
-        run(launches()[:1])
-        for pid in children(made.pid):
-            os.kill(pid, signal.SIGSTOP)
-        run(launches()[1:])
-    return facts(made)
+    return struck(Compilers(1, job_s=0.5), signal.SIGSTOP)
 
 
 def too_long() -> dict:

@@ -143,12 +143,17 @@ def packed_weight_bytes(
     return total
 
 
+def _plain_kind(precision: str) -> str:
+    """The ggml type of plain matrices of a precision."""
+    return {"fp32": "f32", "fp16": "f16"}.get(precision, "bf16")
+
+
 def _named_kinds(spec: ModelSpec, blocks: str | None) -> Callable[[Weight], str]:
     """The ggml type of a matrix by what the configuration says."""
     from headrace.spec.accounting import UNQUANTIZED_PARTS
 
     unpacked = spec.checkpoint_precision if blocks is None else spec.plain_precision
-    plain = {"fp32": "f32", "fp16": "f16"}.get(unpacked, "bf16")
+    plain = _plain_kind(unpacked)
     kept = UNQUANTIZED_PARTS | frozenset(spec.unquantized_parts)
 
     def kind(w: Weight) -> str:
@@ -180,7 +185,7 @@ def _stored_kinds(spec: ModelSpec, stored: Mapping[str, StoredTensor], blocks: s
         *copies, outputs, inputs = tensor.shape
         for rows in _split_rows(spec, part, layer, outputs, inputs):
             plain.setdefault((part, layer, (rows, inputs)), []).extend([kind] * prod(copies))
-    missing = blocks or {"fp32": "f32", "fp16": "f16"}.get(spec.checkpoint_precision, "bf16")
+    missing = blocks or _plain_kind(spec.checkpoint_precision)
 
     def kind_of(w: Weight) -> str:
         alike = plain.get((w.role, w.layer, w.shape))
